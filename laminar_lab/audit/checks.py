@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
+from laminar_py.config.changes import BOUND
 from laminar_py.ledger import UNSCORED, TrajectoryRow, answer_of
 from laminar_py.records.ages import WeightAges
 from laminar_py.records.evaluations import EvalAnswer, set_figures
@@ -27,6 +28,7 @@ from laminar_py.records.events import (
     RunEnded,
     RunStarted,
     Scored,
+    SettingChanged,
     Stepped,
     Undone,
     VersionLoaded,
@@ -97,41 +99,46 @@ class Check(Protocol):
 class ConsumptionCheck(Check):
     """Checks the trajectories that the learner consumed.
 
-    A recorded staleness is right by `records.ages` and within the run's bound, and an engine sampled a token.
+    A recorded staleness is right by `records.ages` and within the bound in force, and an engine sampled a token. A
+    batch is consumed before the next change of the bound, so the bound is the last one on record.
     `VersionPublished` may follow the first consumption of a trajectory with that version.
     """
 
-    event_types = (RunStarted, Consumed, Stepped, RolledBack, VersionPublished)
+    event_types = (RunStarted, SettingChanged, Consumed, Stepped, RolledBack, VersionPublished)
 
     def __init__(self) -> None:
         self._bound: int | None = None
         self._ages = WeightAges()
-        self._early: dict[int, list[Consumed]] = {}  # by version without a record yet
+        self._early: dict[
+            int, list[tuple[Consumed, int | None]]
+        ] = {}  # with bound; by version without a record yet
 
     def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
         """Check a consumption by the learner."""
         if isinstance(event, RunStarted):
             self._bound = event.max_staleness
+        elif isinstance(event, SettingChanged) and event.name == BOUND and self._bound is not None:
+            self._bound = event.value
         self._ages.record_event(event)
         if isinstance(event, VersionPublished):
             early = self._early.pop(event.version, [])
-            return [violation for consumed in early for violation in self._judge(consumed, event.version)]
+            return [fault for consumed, bound in early for fault in self._judge(consumed, event.version, bound)]
         if not isinstance(event, Consumed) or row is None or row.kind is Kind.EVAL:
             return []
         if row.oldest_version is None:
             return [Violation(Rule.TRUTH, row.id, "was trained on, but no engine sampled a token of it")]
         if not self._ages.knows_version(row.oldest_version):
-            self._early.setdefault(row.oldest_version, []).append(event)
+            self._early.setdefault(row.oldest_version, []).append((event, self._bound))
             return []
-        return self._judge(event, row.oldest_version)
+        return self._judge(event, row.oldest_version, self._bound)
 
-    def _judge(self, event: Consumed, oldest: int) -> list[Violation]:
+    def _judge(self, event: Consumed, oldest: int, bound: int | None) -> list[Violation]:
         faults = []
         actual = self._ages.age_of(oldest, after=event.step - 1)
         if event.staleness != actual:
             faults.append(f"recorded {event.staleness}, but version {oldest} was {actual} learner steps behind")
-        if self._bound is not None and actual > self._bound and event.weight >= 1:
-            faults.append(f"{actual} exceeds the bound of {self._bound} and its weight is {event.weight:g}")
+        if bound is not None and actual > bound and event.weight >= 1:
+            faults.append(f"{actual} exceeds the bound of {bound} and its weight is {event.weight:g}")
         return [Violation(Rule.STALENESS, event.trajectory_id, message) for message in faults]
 
 

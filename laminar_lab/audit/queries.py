@@ -17,9 +17,11 @@ from laminar_py.ledger import (
     Accounting,
     TrajectoryRow,
     read_accounting,
+    read_events,
     reading,
     trajectory_rows,
 )
+from laminar_py.records.events import SettingChanged
 from laminar_py.records.trajectory import DropReason, Kind, Status
 
 LARGEST = 2**63 - 1  # integer of SQLite
@@ -62,6 +64,12 @@ def staleness_histogram(run: Path) -> dict[int, int]:
             " GROUP BY staleness ORDER BY staleness"
         )
         return dict(rows.fetchall())
+
+
+def setting_changes(run: Path) -> list[SettingChanged]:
+    """Return the changes of settings during the run, in the order of the log."""
+    with reading(run) as connection:
+        return list(read_events(connection, SettingChanged))
 
 
 def listing(run: Path, filters: Filters, *, limit: int | None = None) -> Iterator[TrajectoryRow]:

@@ -233,8 +233,9 @@ def _cell(value: object) -> str:
 
 
 def _print_accounting(run: Path) -> None:
-    """Print the number of trajectories by state and drop reason, and a histogram of staleness."""
-    from laminar_lab.audit.queries import accounting, staleness_histogram
+    """Print the number of trajectories by state and drop reason, a histogram of staleness, and changed
+    settings."""
+    from laminar_lab.audit.queries import accounting, setting_changes, staleness_histogram
 
     counts = accounting(run)
     table = Table("", "issued", "consumed", "dropped", "live", "dropped by reason")
@@ -247,6 +248,8 @@ def _print_accounting(run: Path) -> None:
     most = max(histogram.values(), default=1)
     for staleness, count in histogram.items():
         print_line(f"staleness {staleness:>3}  {count:>8}  {'#' * (50 * count // most)}")
+    for change in setting_changes(run):
+        print_line(f"after step {change.step}: {change.describe()}")
 
 
 @samples_app.command(epilog="Example: laminar samples runs/quickstart-1 --reward 0 --order longest")

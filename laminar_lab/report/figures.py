@@ -9,9 +9,11 @@ from laminar_lab.report.gains import describe_main_term, warn_of_bonus
 from laminar_lab.report.kit import Card
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.tails import Distribution, Measure, format_seconds
-from laminar_py.records.events import Alarmed, Leased, RunStarted, VersionLoaded
+from laminar_py.records.events import Alarmed, Leased, RunStarted, SettingChanged, VersionLoaded
 from laminar_py.records.host import counted
 from laminar_py.records.trajectory import Status
+
+MOST_CHANGES = 4  # of settings during the run, with a card each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +161,11 @@ def headline(report: RunReport) -> list[Card]:
         for _, started in report.snapshot.history.of_kind(RunStarted)
         if started.overrides
     ]
+    changes = [change for _, change in report.snapshot.history.of_kind(SettingChanged)]
+    earlier = f"; {len(changes) - MOST_CHANGES} before: laminar audit RUN" if len(changes) > MOST_CHANGES else ""
+    for change in changes[-MOST_CHANGES:]:
+        cards.append(Card("changed", f"step {change.step}", f"{change.describe()}{earlier}"))
+        earlier = ""
     if report.diagnosis is not None:
         cards.append(Card("limited by", report.diagnosis.verdict.lower(), "the evidence is below"))
     for figure in FIGURES:

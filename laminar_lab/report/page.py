@@ -6,7 +6,7 @@ Perfetto.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
@@ -38,6 +38,7 @@ from laminar_lab.report.tokens import TOKEN_COLUMNS, token_cells
 from laminar_lab.report.trace import keep_evenly, occupancy, write_beside
 from laminar_lab.report.trajectories import Times, Trajectories
 from laminar_py.config.loading import dump_config
+from laminar_py.records.events import SettingChanged
 from laminar_py.records.host import counted
 from laminar_py.records.scoring import short_terms
 from laminar_py.records.trajectory import Status
@@ -183,6 +184,12 @@ def stop_marks(stops: Sequence[Stop], at: Sequence[float] | Times) -> list[tuple
     return marks[-MOST_MARKS:]
 
 
+def _change_marks(snapshot: Snapshot, rl_s: Mapping[int, float]) -> list[tuple[str, float]]:
+    """Return marks of the last changes of settings; `rl_s` has seconds of RL by step."""
+    changes = [change for _, change in snapshot.history.of_kind(SettingChanged)][-MOST_MARKS:]
+    return [(f"{change.name}={change.value}", rl_s.get(change.step, 0.0)) for change in changes]
+
+
 def _step_bars(snapshot: Snapshot) -> Iterator[Series]:
     """Yield bars of the learner steps, each with the mean reward of its trajectories."""
     train, steps = snapshot.trajectories, keep_evenly(snapshot.history.steps, MOST_STEPS)
@@ -287,7 +294,7 @@ def curves_panel(snapshot: Snapshot) -> Panel:
     chart = partial(
         Chart,
         x="time of the RL phase (s)",
-        marks=stop_marks(stops, [rl_s.get(stop.step, 0.0) for stop in stops]),
+        marks=[*stop_marks(stops, [rl_s.get(stop.step, 0.0) for stop in stops]), *_change_marks(snapshot, rl_s)],
         from_zero=True,
     )
     charts = [

@@ -14,6 +14,7 @@ from laminar_lab.step_time import version_bytes
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.control import (
     DeviceLease,
+    LiveSettings,
     RefillWatch,
     StepBatch,
     TrajectoryScheduler,
@@ -46,6 +47,7 @@ class SimulatedLearner:
     def __init__(self, config: RunConfig, times: LearnerTimes, parts: LearnerParts) -> None:
         self._config, self._emulation, self._times = config, emulation_of(config), times
         self._scheduler = parts.scheduler
+        self._settings = LiveSettings(config, scheduler=parts.scheduler)
         self._recorder = parts.recorder
         self._weights = parts.weights
         self._stats, self._lease = parts.stats, parts.lease
@@ -130,6 +132,7 @@ class SimulatedLearner:
             if publishes:
                 self.publish_version()
         scheduler.consumption.checkpointed(self.step)
+        self._settings.stepped(row, batch)
         self._show(row)
 
     def _raise_fault(self, fault: str) -> None:
@@ -139,7 +142,8 @@ class SimulatedLearner:
     def _is_due(self) -> bool:
         """Whether the present step publishes."""
         unpublished = 1 + self._scheduler.state.ages.age_of(self.version)  # steps, with this one
-        return unpublished >= self._config.learner.publish_every or self.step + 1 == self._config.steps
+        publish_every = self._scheduler.state.settings.admission.publish_every
+        return unpublished >= publish_every or self.step + 1 == self._config.steps
 
     async def _learn(self, batch: StepBatch) -> StepMetrics:
         shares = self._emulation.simulation.shares_prompts

@@ -45,3 +45,5 @@ class AlarmsConfig(Section):
     """The reward of a task never varies, or follows the length of the response alone."""
     coverage: Reaction = Reaction.WARN
     """Drops take one task, or long responses, more than others."""
+    staleness: Reaction = Reaction.WARN
+    """With `staleness.control`: the reward falls while old data has lost its effective sample size."""

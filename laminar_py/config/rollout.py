@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from laminar_py.config.engine import AnyEngineConfig, EngineConfig
 from laminar_py.config.registry import Registry
 from laminar_py.config.section import ConfigError, Count, Seconds, Section, Share
+from laminar_py.config.steering import StalenessControl
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.pieces import Recording
 
@@ -37,6 +38,8 @@ class StalenessConfig(Section):
     policies: tuple[StalePolicy, ...] = (StalePolicy.WAIT, StalePolicy.REWEIGHT)
     """`wait`: delay admission so that trajectories rarely reach the bound. `drop`: drop trajectories above the
     bound at consumption. `reweight`: scale their loss by `(max_staleness + 1) / (staleness + 1)`."""
+    control: StalenessControl | None = None
+    """Move the bound during the run, within limits; none: it stays."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -46,11 +49,22 @@ class StalenessConfig(Section):
             raise ConfigError(
                 "staleness.policies=[]: does not enforce staleness.max_staleness; name wait, drop or reweight"
             )
+        control, bound = self.control, self.max_staleness
+        if control is not None and (bound is None or not control.min <= bound <= control.max):
+            raise ConfigError(
+                f"staleness.max_staleness={'null' if bound is None else bound}: staleness.control moves it from"
+                f" {control.min} to {control.max}; set it to a number between them, or change these limits"
+            )
         return self
 
     def unbounded(self, schedule: Schedule) -> bool:
         """True if neither `max_staleness` nor the schedule limits the age of a trajectory."""
         return schedule is Schedule.ASYNC and self.max_staleness is None
+
+    @property
+    def waits(self) -> bool:
+        """True if the bound delays admission."""
+        return StalePolicy.WAIT in self.policies
 
     @property
     def enforced(self) -> int | None:
@@ -88,6 +102,11 @@ def check_schedule(schedule: Schedule, staleness: StalenessConfig, *, publish_ev
             f"staleness.max_staleness={staleness.enforced}: with schedule={schedule} and"
             f" learner.publish_every={publish_every} trajectories between two versions are older; set it to at"
             f" least {least}"
+        )
+    if staleness.control is not None and (schedule is not Schedule.ASYNC or not staleness.waits):
+        raise ConfigError(
+            f"staleness.control: schedule={schedule} and staleness.policies={','.join(staleness.policies)} admit"
+            " as much at any bound; set schedule to async and name wait, or leave staleness.control out"
         )
 
 

@@ -205,8 +205,13 @@ class RunConfig(Section):
 
     @property
     def capacity(self) -> int:
-        """Most live trajectories: `buffer.capacity`, by default 4 steps and the trajectories of all replicas."""
-        return self.buffer.capacity or 4 * self.trajectories_per_step + self._in_flight
+        """Most live trajectories: `buffer.capacity`, by default 4 steps and the trajectories of all replicas.
+
+        With `staleness.control` the default has room for its largest bound.
+        """
+        control = self.staleness.control
+        steps = 4 if control is None else max(4, 1 + control.max)
+        return self.buffer.capacity or steps * self.trajectories_per_step + self._in_flight
 
     @property
     def _in_flight(self) -> int:

@@ -32,6 +32,7 @@ class StepBatch:
     trajectories: list[TrajectoryRef] = field(default_factory=list)
     wanted: int = 0  # groups that the step asked for
     refilled: tuple[float, ...] = ()  # one reward of each group without signal that `refill` replaced
+    spare: int = 0  # ready groups that it left in the buffer
     ages: dict[int, int] = field(default_factory=dict)  # staleness by version, see `records.ages`
 
     @property
@@ -51,7 +52,6 @@ class Consumption:
     def __init__(self, state: ControlState) -> None:
         self.buffer = Buffer()
         self._state = state
-        self._bound = state.settings.bound
         self._packing = state.settings.packing
         self._undoable: list[tuple[int, LiveTrajectory]] = []  # (step, trajectory) since the last checkpoint
 
@@ -91,6 +91,7 @@ class Consumption:
             if len(self.buffer) >= groups or self._ends_refill:
                 batch = self._take(min(groups, len(self.buffer)), version)
                 batch.wanted, batch.refilled = groups, tuple(self._state.refilled)
+                batch.spare = len(self.buffer)
                 self._state.refilled.clear()
                 self._state.num_in_step = len(batch.groups)
                 self._state.num_missing = groups - len(batch.groups) if batch.groups else 0
@@ -183,7 +184,7 @@ class Consumption:
 
     def _weighted(self, group: ReadyGroup) -> list[TrajectoryRef]:
         """Return a group's members, with the loss weights of their staleness."""
-        pairs = [(item, self._bound.weight(self._age(item))) for item in group.members]
+        pairs = [(item, self._state.settings.bound.weight(self._age(item))) for item in group.members]
         return [msgspec.structs.replace(item, weight=item.weight * (weight or 0.0)) for item, weight in pairs]
 
     # ---- dropped and masked trajectories
@@ -218,7 +219,7 @@ class Consumption:
 
         def staleness(member: TrajectoryRef) -> str | None:
             age = self._age(member)
-            return f"staleness {age}" if self._bound.weight(age) is None else None
+            return f"staleness {age}" if self._state.settings.bound.weight(age) is None else None
 
         self._drop_members(DropReason.STALE, staleness, most=count)
 

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.consumption import Consumption, StepBatch
 from laminar_py.control.dispatcher import Dispatcher
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.groups import Credit
 from laminar_py.control.incoming import Incoming
-from laminar_py.control.settings import ControlSettings
+from laminar_py.control.settings import ControlSettings, max_groups
 from laminar_py.control.state import ControlState, Phase, Recorder
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.recovery import Recovered
@@ -127,10 +128,21 @@ class TrajectoryScheduler:
         self.views.leave(replica)
         self.moves.leave(replica)
 
-    def resize(self, *, capacity: int) -> None:
-        """Set the most live groups to `capacity`, after the fleet grew or shrank."""
-        settings = self.state.settings
-        self.state.settings = replace(settings, admission=replace(settings.admission, capacity=capacity))
+    def adopt(self, config: RunConfig) -> None:
+        """Take over the changeable settings of `config`: capacity, staleness bound, steps between two versions.
+
+        The bound must not change while the learner has a batch, whose weights follow the earlier bound (law 12).
+        """
+        settings, bound = self.state.settings, config.staleness.max_staleness
+        admission = replace(
+            settings.admission,
+            capacity=max_groups(config),
+            max_staleness=bound,
+            publish_every=config.learner.publish_every,
+        )
+        assert bound == settings.bound.max_staleness or not self.state.num_in_step, "a batch is in the learner"
+        treatment = replace(settings.bound, max_staleness=bound)
+        self.state.settings = replace(settings, admission=admission, bound=treatment)
 
     # ---- between the parts
 

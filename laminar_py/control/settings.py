@@ -141,7 +141,7 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
             batch=rollout.prompts_per_step,
             capacity=max_groups(config),
             max_staleness=staleness.max_staleness,
-            wait=StalePolicy.WAIT in staleness.policies,
+            wait=staleness.waits,
             publish_every=config.learner.publish_every,
             refills=without_signal is WithoutSignal.REFILL,
         ),

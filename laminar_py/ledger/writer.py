@@ -31,6 +31,7 @@ from laminar_py.records.events import (
     RunEnded,
     RunStarted,
     SealBroken,
+    SettingChanged,
     Stepped,
     StepSkipped,
     VersionLoaded,
@@ -191,6 +192,8 @@ def _subject(event: AnyEvent) -> str:
             return f"version-{event.version}"
         case Alarmed():
             return event.part
+        case SettingChanged():
+            return event.name
         case Stepped() | StepSkipped() | RefillStopped() | Checkpointed() | RolledBack():
             return f"step-{event.step}"
         case _:

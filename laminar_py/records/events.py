@@ -56,6 +56,24 @@ class Scaled(Event, frozen=True):
     servers: tuple[str, ...] = ()  # [replicas] servers to which they attach; empty: the run starts its engines
 
 
+class SettingChanged(Event, frozen=True, kw_only=True):
+    """A setting of the running run has another value from the next batch of the learner on, e.g.
+
+    `SettingChanged(step=40, name="staleness.max_staleness", value=5, by="control", reason="the learner waits
+    ...")`. A change of the fleet is `Scaled`.
+    """
+
+    step: int  # learner steps done
+    name: str
+    value: int
+    by: str  # "user" or "control" (`staleness.control`)
+    reason: str = ""
+
+    def describe(self) -> str:
+        """Text for a report, e.g. "staleness.max_staleness=5 by control, since the learner waits ..."."""
+        return f"{self.name}={self.value} by {self.by}" + (f", since {self.reason}" if self.reason else "")
+
+
 class ReplicaLeft(Event, frozen=True):
     """A leaving replica has no trajectories any more, and its process has ended, e.g. `ReplicaLeft(4)`."""
 
@@ -426,6 +444,7 @@ class Evaluated(Event, frozen=True, kw_only=True):
 AnyEvent = (
     RunStarted
     | Scaled
+    | SettingChanged
     | ReplicaLeft
     | RunEnded
     | Issued

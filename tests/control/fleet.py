@@ -141,6 +141,7 @@ class Fleet:
         capacity=16,
         schedule=Schedule.ASYNC,
         max_staleness=None,
+        publish_every=1,
         policies=(),
         recorder=None,
         segments=None,
@@ -169,7 +170,11 @@ class Fleet:
                 group_size=group_size,
                 sampling=SamplingParams(max_new_tokens=16),
                 admission=Admission(
-                    schedule=schedule, batch=batch, capacity=capacity, max_staleness=max_staleness
+                    schedule=schedule,
+                    batch=batch,
+                    capacity=capacity,
+                    max_staleness=max_staleness,
+                    publish_every=publish_every,
                 ),
                 bound=StalenessBound(max_staleness, policies),
                 **options,

@@ -144,6 +144,7 @@ async def training(path, *settings, fails, admission, shared=None, **options):
             recorder=ledger,
             segments=segments,
             packing=control_settings(config, stop_ids=()).packing,
+            publish_every=config.learner.publish_every,
             **options,
         )
         supervisor = Supervisor(record=ledger.append, max_restarts=3)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from laminar_py.config.algorithm import Advantage, AlgorithmConfig
+from laminar_py.config.changes import BOUND
 from laminar_py.config.rollout import StalenessConfig, StalePolicy
 from laminar_py.learner.losses.advantages import STD_FLOOR
 from laminar_py.ledger.trajectory import LiveTrajectory
@@ -18,6 +19,7 @@ from laminar_py.records.events import (
     Finished,
     Ready,
     Scored,
+    SettingChanged,
     Stepped,
 )
 from laminar_py.records.proofs import Alarm
@@ -311,6 +313,12 @@ class StalenessCheck:
     def __init__(self, staleness: StalenessConfig | None) -> None:
         drops = staleness is not None and StalePolicy.DROP in staleness.policies
         self._bound = staleness.max_staleness if staleness is not None and drops else None
+
+    def changed(self, event: SettingChanged, row: None) -> Iterable[Alarm]:
+        """Take a change of a setting, perhaps of the bound."""
+        if event.name == BOUND and self._bound is not None:
+            self._bound = event.value
+        return ()
 
     def consumed(self, event: Consumed, row: LiveTrajectory) -> Iterable[Alarm]:
         """Take a training trajectory that was trained on."""

@@ -54,7 +54,7 @@ class Alarms:
         self._reactions = config.alarms
         self._ledger = incarnation.ledger
         self._stop = stop
-        self._show_line = show_line
+        self.show_line = show_line
         self._told: set[tuple[str, str]] = set()
         self._early: list[Alarmed] = []  # from before the ledger began
         self._record: Callable[[Alarmed], None] = self._early.append
@@ -128,7 +128,7 @@ class Alarms:
             self._told.add(key)
             line = f"alarm {alarm.check}: {alarm.part}: {alarm.message}"
             log.error("%s", line)
-            self._show_line(line)
+            self.show_line(line)
             self._record(Alarmed(self.step, alarm.check, alarm.part, alarm.message))
             if reaction is Reaction.STOP:
                 self._stop(f"{line} (alarms.{alarm.check}=warn goes on)")

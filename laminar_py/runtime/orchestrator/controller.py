@@ -1,7 +1,6 @@
 """The controller of a run, or of an evaluation: the loops that a trajectory passes, and the phases of a run.
 
     prompts of the data
-          |
           v         assignments                  reports
        +----------+  [commands]   ............   [reports]   +-----------------+
        | dispatch | ------------> : replicas : ------------> | process_reports |
@@ -32,8 +31,7 @@ Each loop is a function below. Each queue is bounded:
     copied     version                versions                        one; the learner completes it before the next
 
 An evaluation has no learner: the loops `train`, `collect_reference_logprobs` and `publish` are missing. Weights
-stay version 0, and each set is evaluated once. Beside the data path, keepers keep all processes alive, and chores
-run at intervals.
+stay version 0, and each set is evaluated once. Beside the data path, keepers keep all processes alive.
 
 Phases: start parts -> first version -> evaluation -> RL -> stop replicas -> evaluations -> summary. Runs in the
 process of `laminar train` or `laminar eval`; each part in a process of its own has a keeper in `workers`.
@@ -67,8 +65,8 @@ from laminar_py.runtime.link.hub import ReplicaConnection
 from laminar_py.runtime.link.messages import Abort, CallOff
 from laminar_py.runtime.orchestrator.alarms import Alarms
 from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
-from laminar_py.runtime.orchestrator.fleet import ElasticFleet
 from laminar_py.runtime.orchestrator.progress import Progress, named_if_slow
+from laminar_py.runtime.orchestrator.requests import SettingRequests
 from laminar_py.runtime.orchestrator.resume import describe_surplus, is_over, record_overrides
 from laminar_py.runtime.orchestrator.scoring import Scoring
 from laminar_py.runtime.orchestrator.setup import (
@@ -292,11 +290,19 @@ class Controller:
         )
 
     def _make_learning(self) -> TrainingParts:
-        """Make the parts that only an RL run has: learner, versions, trainer, repacking and elastic fleet."""
+        """Make the parts that only an RL run has: learner, versions, trainer, repacking and changes."""
         incarnation, scheduler, replicas = self._incarnation, self._scheduler, self._replicas
         learner = LearnerKeeper(incarnation, relays=self._relays, show=self.view.progress)
         versions = Versions(incarnation, completed=learner.completed, stored=self._relays.published)
         versions.check = partial(self._alarms.published, learner)
+        requests = SettingRequests(
+            incarnation,
+            scheduler=scheduler,
+            replicas=replicas,
+            scoring=self._scoring,
+            dispatch_loop=self._dispatch_loop,
+            alarms=self._alarms,
+        )
         trainer = Trainer(
             incarnation,
             scheduler=scheduler,
@@ -309,6 +315,7 @@ class Controller:
             show_line=self.view.notice,
             on_fault=partial(self._alarms.tell, "checkpoint", "learner"),
             check_step=self._alarms.stepped,
+            stepped=requests.stepped,
         )
         migration = Migration(
             MigrationSettings.from_config(incarnation.config),
@@ -317,15 +324,9 @@ class Controller:
             published=versions.recorded_after,
             clock=incarnation.clock,
         )
-        fleet = ElasticFleet(
-            incarnation,
-            scheduler=scheduler,
-            replicas=replicas,
-            scoring=self._scoring,
-            dispatch_loop=self._dispatch_loop,
-            show_line=self.view.notice,
+        return TrainingParts(
+            learner=learner, versions=versions, trainer=trainer, migration=migration, requests=requests
         )
-        return TrainingParts(learner=learner, versions=versions, trainer=trainer, migration=migration, fleet=fleet)
 
     # ---- phases
 
@@ -412,7 +413,7 @@ class Controller:
         if self._learning is not None:
             loops["publish"] = self._learning.versions.run()
             loops["fleet-rows"] = watch_fleet(run.fleet, stats, generated_tokens=lambda: state.generated_tokens)
-            loops["scale"] = self._learning.fleet.run()
+            loops["requests"] = self._learning.requests.run()
         return loops
 
     async def _start_learning(
@@ -499,9 +500,8 @@ class Controller:
         await self._segments.close()
         incarnation.ledger.append(RunEnded(incarnation.number, "finished" if finished else "interrupted"))
         await incarnation.ledger.commit()
-        summary: Result
         if self._source is not None:
-            summary = summarise_evaluation(incarnation.run, self._source, finished=finished)
+            summary: Result = summarise_evaluation(incarnation.run, self._source, finished=finished)
         else:
             summary = summarise(
                 incarnation.run,

@@ -24,7 +24,7 @@ from laminar_py.ledger.seal import seal_run
 from laminar_py.records.scoring import GroupRewards
 from laminar_py.records.trajectory import Prompt, TrajectoryRef
 from laminar_py.repack.migration import Migration
-from laminar_py.runtime.orchestrator.fleet import ElasticFleet
+from laminar_py.runtime.orchestrator.requests import SettingRequests
 from laminar_py.runtime.orchestrator.trainer import Trainer
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.incarnation import Incarnation
@@ -62,13 +62,13 @@ class Handoff(Generic[Item]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingParts:
-    """The objects of a run that an evaluation does not have: learner, versions, trainer, repacking, fleet."""
+    """The objects of a run that an evaluation does not have: learner, versions, trainer, repacking, changes."""
 
     learner: LearnerKeeper
     versions: Versions
     trainer: Trainer
     migration: Migration
-    fleet: ElasticFleet
+    requests: SettingRequests
 
 
 def make_scheduler(

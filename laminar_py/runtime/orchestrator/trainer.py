@@ -102,17 +102,17 @@ class Trainer:
         show_line: Callable[[str], None] = lambda line: None,
         on_fault: Callable[[str], None] = log.error,  # of a checkpoint, or of a learner that loaded one (law 13)
         check_step: Callable[[StepBatch, StepMetrics, int], None] = lambda batch, metrics, step: None,
+        stepped: Callable[[StepRow, StepBatch], None] = lambda row, batch: None,  # before the next batch is taken
     ) -> None:
         self.step = 0
-        self._check_step = check_step
+        self._check_step, self._stepped = check_step, stepped
         self._stop = stop
         self._config, self._run = incarnation.config, incarnation.run
         self._stream, self._supervisor = incarnation.inputs.stream, incarnation.supervisor
         self._ledger, self._stats = incarnation.ledger, incarnation.stats
         self._incarnation_number = incarnation.number
         self._scheduler, self._learner = scheduler, learner
-        self._evaluator = evaluator
-        self._versions, self._lease = versions, lease
+        self._evaluator, self._versions, self._lease = evaluator, versions, lease
         self._checkpoints = Checkpoints(
             incarnation,
             save=learner.save,
@@ -262,7 +262,8 @@ class Trainer:
         step = self.step + 1
         # steps since the newest version, this step included
         unpublished = 1 + self._scheduler.state.ages.age_of(self.version)
-        publishes = unpublished >= self._config.learner.publish_every or step == self._config.steps
+        publish_every = self._scheduler.state.settings.admission.publish_every  # `laminar set` may change it
+        publishes = unpublished >= publish_every or step == self._config.steps
         version = self._versions.next_number() if publishes else None
         return await self._learner.step(packed.weights, version=version)
 
@@ -295,6 +296,7 @@ class Trainer:
         with open_rows(self._run.metrics) as file:
             append_row(file, row)
         self._show(row)
+        self._stepped(row, batch)
         await self._evaluator.stepped(self.point, last=self.is_done)
         self._count_skipped(outcome)
 
