@@ -13,6 +13,7 @@ from tests.engines.sglang.scoring_server import scoring_server
 from tests.runs.runs import ALONE, TrainProcess, forget_versions, quickstart_model
 from tests.runs.test_train import assert_laws, kill_part, summary_of
 
+pytestmark = pytest.mark.slow
 TAUGHT = ("algorithm.name=grpo", "algorithm.teacher_coef=0.5", "rollout.without_signal=train", *ALONE)
 
 
