@@ -222,10 +222,14 @@ def _idle_cores(config: RunConfig, step: MeanStep) -> int:
 
 
 def _reference(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
-    """Yield a reference pass outside of the learner, then none."""
-    if config.algorithm.reference_pass is ReferencePass.LEARNER:
+    """Yield a reference pass outside of the learner, then none; for a teacher, a server or a smaller one."""
+    algorithm = config.algorithm
+    if algorithm.has_reference and algorithm.reference_pass is ReferencePass.LEARNER:
         yield Remedy("algorithm.reference_pass", "learner -> stage", "it runs beside scoring, off the learner")
-    yield Remedy("algorithm.kl_coef", f"{config.algorithm.kl_coef:g} -> 0", "without a KL term there is no pass")
+    if algorithm.has_reference:
+        yield Remedy("algorithm.kl_coef", f"{algorithm.kl_coef:g} -> 0", "without a KL term there is no pass")
+    if algorithm.teacher is not None:
+        yield Remedy("algorithm.teacher", f"{algorithm.teacher} -> a smaller one", "a shorter pass")
 
 
 def _learner(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:

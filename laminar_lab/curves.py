@@ -115,7 +115,7 @@ def count_devices(config: RunConfig) -> tuple[int, str]:
     attached = rollout.replicas * rollout.engine.gpus if rollout.engine.hosts else 0
     if gpus := config.gpus + attached:
         return gpus, "GPU"
-    return rollout.replicas + learner.world_size + config.algorithm.reference_in_own_process, "process"
+    return rollout.replicas + learner.world_size + len(config.algorithm.computing_stages), "process"
 
 
 def device_seconds(config: RunConfig, sizes: FleetSizes, rl_s: float) -> float:

@@ -131,6 +131,17 @@ def _of_layer(shape: ModelShape) -> float:
     return norms + attention + routed + 8.0 * shape.used_width  # gate, its activation, up, their product
 
 
+def frozen_memory(shape: ModelShape, *, tokens: int, offload: bool) -> Parts:
+    """Return the peak bytes of a GPU whose stage runs a frozen model over `tokens` at a time: an estimate."""
+    return {
+        "masters (fp32)": 0.0 if offload else 4.0 * shape.total,
+        "embedding and head (bf16)": 2.0 * shape.root,
+        "layers (bf16)": 4.0 * shape.layer,  # the next one, too
+        "activations": tokens * (_of_layer(shape) + 6.0 * shape.hidden_size),
+        "head: logits and gradient": 2.0 * HEAD_TOKENS * shape.vocab_size,
+    }
+
+
 # ---- engines
 
 

@@ -61,7 +61,7 @@ def read_subject(model: str) -> Subject:
     others = config.gpus - config.learner.world_size - own * config.rollout.engine.gpus
     if config.learner_device is Device.CUDA and others > 0:
         raise ConfigError(
-            f"model={model}: a plan cannot place the {others} GPUs of its reference stage and reward servers;"
+            f"model={model}: a plan cannot place the {others} GPUs of its frozen models and reward servers;"
             " name a copy of the config without them, and give --gpus without these GPUs"
         )
     name, shape = model_named(str(config.model.path))

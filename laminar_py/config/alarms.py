@@ -30,7 +30,7 @@ class AlarmsConfig(Section):
     optimizer: Reaction = Reaction.STOP
     """A trained tensor has gradients and does not change."""
     reference: Reaction = Reaction.STOP
-    """The reference model changes."""
+    """The reference model or the teacher changes."""
     checkpoint: Reaction = Reaction.STOP
     """A checkpoint on disk differs from the learner's state."""
     draws: Reaction = Reaction.STOP

@@ -15,8 +15,8 @@ from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema, mode
 from laminar_py.config.registry import Registry, named_section
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.rollout import RolloutConfig, SamplingConfig, WithoutSignal
-from laminar_py.config.section import ConfigError, Section, Share
-from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Column, Source
+from laminar_py.config.section import ConfigError, Section, Share, is_address
+from laminar_py.records.columns import MODEL_COLUMNS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Column, Source
 
 
 class Advantage(StrEnum):
@@ -197,14 +197,18 @@ class AlgorithmConfig(Section):
     of the learner's kind, runs the reference on each trajectory when it is finished, beside generation and
     training."""
     teacher_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Advantage of a token for each nat by which the teacher's log-probability is above the policy's. Your reward
-    function must return the column `teacher_logprobs`: the teacher's log-probability of each token, at the same
-    temperature and over the whole vocabulary."""
+    """Advantage of a token for each nat by which the teacher's log-probability is above the policy's. It is added
+    to `advantage`. Groups with equal rewards train, too."""
+    teacher: str | None = None
+    """The teacher, which has the tokenizer of `model.path`: a Hugging Face folder, run by a process of its own on
+    a device of the learner's kind, or the address of a running SGLang server, e.g. `http://10.0.0.5:30000`, whose
+    key is in SGLANG_API_KEY. None: your reward function returns the column `teacher_logprobs`, the teacher's
+    log-probability of each token, at the same temperature and over the whole vocabulary."""
 
     @property
     def columns(self) -> tuple[Column, ...]:
         """Extra inputs per token that this loss needs; a subclass adds its own."""
-        teacher = Column(name=TEACHER_LOGPROBS)
+        teacher = Column(name=TEACHER_LOGPROBS, source=Source.TEACHER if self.teacher else Source.SCORER)
         reference = Column(name=REFERENCE_LOGPROBS, source=Source.REFERENCE)
         compares = self.kl_coef > 0 or self.objective is Objective.BALANCE
         return (*((teacher,) if self.teacher_coef > 0 else ()), *((reference,) if compares else ()))
@@ -217,7 +221,29 @@ class AlgorithmConfig(Section):
     @property
     def packed_columns(self) -> tuple[Column, ...]:
         """Columns that trajectories have before the learner gets them; the learner computes the other columns."""
-        return self.columns if self.reference_in_own_process else self.scored_columns
+        given = (Source.SCORER, *self.stages)
+        return tuple(column for column in self.columns if column.source in given)
+
+    @property
+    def stages(self) -> tuple[Source, ...]:
+        """Frozen models with a process each, beside generation and training; each is the source of a column."""
+        runs = {Source.REFERENCE: self.reference_in_own_process, Source.TEACHER: self.teacher is not None}
+        return tuple(source for source, runs_alone in runs.items() if runs_alone)
+
+    @property
+    def computing_stages(self) -> tuple[Source, ...]:
+        """Stages that hold weights; for any other stage a server holds them."""
+        return tuple(one for one in self.stages if one is not Source.TEACHER or self.teacher_url is None)
+
+    @property
+    def teacher_url(self) -> str | None:
+        """Address of the server that runs the teacher, if one does."""
+        return self.teacher if self.teacher and "://" in self.teacher else None
+
+    @property
+    def teacher_folder(self) -> Path | None:
+        """Folder of the teacher that a process of the run holds, if one does."""
+        return Path(self.teacher) if self.teacher and self.teacher_url is None else None
 
     @property
     def has_reference(self) -> bool:
@@ -275,7 +301,7 @@ class AlgorithmConfig(Section):
         return self
 
     def _check_columns(self) -> None:
-        """Raise `ConfigError` if a column is declared twice, or the reference model cannot give it."""
+        """Raise `ConfigError` if a column is declared twice, or its frozen model cannot give it."""
         seen = set[str]()
         for column in self.columns:
             if column.name in seen:
@@ -283,10 +309,10 @@ class AlgorithmConfig(Section):
                     f"algorithm.name={self.name}: declares column {column.name!r} twice; fix that package"
                 )
             seen.add(column.name)
-            if column.source is Source.REFERENCE and column.name != REFERENCE_LOGPROBS:
+            if (given := MODEL_COLUMNS.get(column.source, column.name)) != column.name:
                 raise ConfigError(
-                    f"algorithm.name={self.name}: column {column.name!r} cannot come from the reference model,"
-                    f" which gives only {REFERENCE_LOGPROBS!r}; fix that package"
+                    f"algorithm.name={self.name}: column {column.name!r} cannot come from the {column.source}"
+                    f" model, which gives only {given!r}; fix that package"
                 )
 
     def _check_ratios(self) -> None:
@@ -336,10 +362,15 @@ class AlgorithmConfig(Section):
             raise ConfigError(
                 "algorithm.advantage=none leaves a loss without gradient; set another advantage, or teacher_coef"
             )
-        if self.teacher_coef > 0 and self.advantage is not Advantage.NONE:
+        if self.teacher is not None and not self.teacher_coef:
             raise ConfigError(
-                f"algorithm.advantage={self.advantage}: with teacher_coef the advantages come from the"
-                " teacher; set advantage to none"
+                f"algorithm.teacher={self.teacher}: has no effect with teacher_coef=0; set teacher_coef above"
+                " 0, or leave teacher out"
+            )
+        if self.teacher_url is not None and not is_address(self.teacher_url):
+            raise ConfigError(
+                f"algorithm.teacher={self.teacher}: no address of a server; write one such as"
+                " http://10.0.0.5:30000"
             )
 
 
@@ -411,4 +442,10 @@ def check_teaching(algorithm: AlgorithmConfig, rollout: RolloutConfig, reward: R
         raise ConfigError(
             f"algorithm.teacher_coef={algorithm.teacher_coef} needs log-probabilities over the whole vocabulary,"
             " which rollout.sampling cuts; leave top_k, top_p and min_p out"
+        )
+    if algorithm.teacher_url is not None and rollout.sampling.temperature != 1:
+        raise ConfigError(
+            f"algorithm.teacher={algorithm.teacher}: a server gives log-probabilities at temperature 1, and"
+            f" rollout.sampling.temperature={rollout.sampling.temperature}; set that to 1, or name the folder of"
+            " the teacher"
         )

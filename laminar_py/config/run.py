@@ -112,7 +112,7 @@ class RunConfig(Section):
         random_start = self.model.from_scratch and self.warm_start is None
         check_rollout(rollout)
         check_overlong(algorithm, rollout.sampling)
-        check_microbatches(self.packer, self.learner, rollout, staged=algorithm.reference_in_own_process)
+        check_microbatches(self.packer, self.learner, rollout, staged=bool(algorithm.computing_stages))
         check_buffer(self.capacity, self.trajectories_per_step)
         check_reference(algorithm, random_start=random_start)
         check_teaching(algorithm, rollout, self.reward)
@@ -183,9 +183,9 @@ class RunConfig(Section):
 
     @property
     def gpus(self) -> int:
-        """GPUs of the learner, the reference stage, engines and reward servers, without attached servers."""
+        """GPUs of the learner, frozen models as stages, engines and reward servers, without attached servers."""
         rollout, launched = self.rollout, (self.reward.servers[pool] for pool, _ in self.reward.launched)
-        trained = self.learner.world_size + self.algorithm.reference_in_own_process
+        trained = self.learner.world_size + len(self.algorithm.computing_stages)
         return (
             (trained if self.learner_device is Device.CUDA else 0)
             + (0 if rollout.engine.hosts else (rollout.replicas - self.shared_replicas) * rollout.engine.gpus)

@@ -9,7 +9,7 @@ All parts share one `ControlState`. The controller (or a simulator) owns the `Tr
 and scores to it, and sends its assignments to replicas.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from laminar_py.config.algorithm import AlgorithmConfig
@@ -49,10 +49,10 @@ class TrajectoryScheduler:
     Callers use its parts directly: `incoming` for reports and scores, `dispatcher` for assignments, `consumption`
     for batches, `evaluations` for passes over held-out problems.
 
-    The parts call back: `submit_for_scoring` and `submit_reference` queue a finished response for scorers and for
-    the reference model (None: the run has none), whose results come back by `incoming`. `on_issued` gets id
-    and prompt of each new group, `on_rewards` the rewards of each closed group, `on_failing` the message with
-    which the run must end.
+    The parts call back: `submit_for_scoring` queues a finished response for scorers, `submit_for_columns` for the
+    frozen model of each column (none: {}). Their results come back by `incoming`. `on_issued` gets id and prompt
+    of each new group, `on_rewards` the rewards of each closed group, `on_failing` the message with which the run
+    must end.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TrajectoryScheduler:
         on_failing: Callable[[str], None] = lambda message: None,
         recorder: Recorder,
         submit_for_scoring: Callable[[TrajectoryRef, Prompt], None],
-        submit_reference: Callable[[TrajectoryRef], None] | None = None,
+        submit_for_columns: Mapping[str, Callable[[TrajectoryRef], None]] = {},
         credit: Credit,
         clock: Clock,
     ) -> None:
@@ -81,7 +81,7 @@ class TrajectoryScheduler:
             evaluations=self.evaluations,
             consumption=self.consumption,
             submit_for_scoring=submit_for_scoring,
-            submit_reference=submit_reference,
+            submit_for_columns=submit_for_columns,
             credit=credit,
             clock=clock,
             on_rewards=on_rewards,

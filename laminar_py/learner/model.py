@@ -31,34 +31,37 @@ from laminar_py.learner.sharding import make_buffers
 from laminar_py.records.trajectory import MicroBatch
 
 SAMPLED = 3  # values of each tensor in a fingerprint
+TEACHER = "algorithm.teacher"  # whose vocabulary may be padded with more unused rows than the policy's
 
 
-def load_reference(
+def load_frozen(
     folder: Path,
     *,
+    field: str,
     vocab_size: int,
     temperature: float,
     device: torch.device,
     on_meta: bool = False,
     attention: Attention = Attention.AUTO,
 ) -> PreTrainedModel:
-    """Load the reference model in `folder`: frozen, in fp32 on `device`, with the packed forward.
+    """Load a frozen model, e.g. of the `field` algorithm.reference, in fp32 on `device`, with the packed forward.
 
     With `on_meta` it has no weights until `sharding.shard` fills them in. Raises `ConfigError` if the folder holds
-    no usable model, or the size of its vocabulary is not the policy's `vocab_size`.
+    no usable model, or its vocabulary has fewer tokens than the policy's `vocab_size`; a reference has as many.
     """
     source = ModelConfig(path=folder)
-    check_model_folder(source, field="algorithm.reference")
+    check_model_folder(source, field=field)
     model = load_policy(
         source, seed=0, temperature=temperature, device=device, on_meta=on_meta, attention=attention
     )
-    if model.config.vocab_size != vocab_size:
+    rows = model.config.vocab_size
+    if rows < vocab_size or (rows > vocab_size and field != TEACHER):
         raise ConfigError(
-            f"algorithm.reference={folder}: has a vocabulary of {model.config.vocab_size} tokens, the policy"
+            f"{field}={folder}: has a vocabulary of {rows} tokens, the policy"
             f" one of {vocab_size}; name a model with the policy's tokenizer"
         )
     model.requires_grad_(False)
-    model.router_replay = None  # the reference chooses its own experts
+    model.router_replay = None  # it chooses its own experts
     return model
 
 

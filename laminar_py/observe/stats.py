@@ -153,7 +153,7 @@ class Stats:
         self._turns.append((turns, environment_s))
 
     def add_reference_time(self, busy_s: float) -> None:
-        """Add busy seconds of the reference model."""
+        """Add busy seconds of the reference model or the teacher."""
         self.totals.reference_busy_s += busy_s
 
     def begin_step(self) -> None:

@@ -32,6 +32,11 @@ class Source(StrEnum):
 
     SCORER = "scorer"  # the reward function returns it, see `records.scoring.Reward`
     REFERENCE = "reference"  # the reference model computes it; only `reference_logprobs`
+    TEACHER = "teacher"  # the teacher computes it; only `teacher_logprobs`
+
+
+MODEL_COLUMNS = {Source.REFERENCE: REFERENCE_LOGPROBS, Source.TEACHER: TEACHER_LOGPROBS}
+"""The column of each frozen model: log-probabilities of response tokens."""
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):

@@ -359,7 +359,7 @@ class Stepped(Event, frozen=True, kw_only=True):
     reward: float | None  # mean over trajectories scored since the last step; None without any
     elapsed_s: float
     waited_s: float = 0.0  # seconds that the learner waited for the batch
-    reference_s: float = 0.0  # seconds of the reference model: in this step, or as a stage since the last step
+    reference_s: float = 0.0  # seconds of frozen models: in this step, or as a stage since the last step
 
 
 class StepSkipped(Event, frozen=True):

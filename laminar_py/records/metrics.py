@@ -156,7 +156,7 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     versions_alive: int  # weight versions of live trajectories
     kv_use: float = 0.0  # share of the replicas' KV caches in use, mean over the RL phase so far
     publish_stall_s: float = 0.0  # seconds that the learner waited for the publish of this step
-    reference_busy_s: float = 0.0  # sum so far, of a stage or (inside `learner_busy_s`) of the learner's own runs
+    reference_busy_s: float = 0.0  # sum so far, of stages or (inside `learner_busy_s`) of the learner's own runs
     waited_s: float = 0.0  # until the learner had the batch of this step
     reference_s: float = 0.0  # part of `reference_busy_s` since the last step
     learner_tokens_per_s: float = nan  # of this step, prompts included

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.algorithm import Advantage, AlgorithmConfig, ReferencePass
 from laminar_py.config.engine import BACKENDS
 from laminar_py.config.loading import dump_config, load_config, parse_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Source
 
 REPO = Path(__file__).parents[2]
 MINIMAL = {
@@ -275,7 +276,24 @@ SURE = {"without_signal": "train"}
         ({"algorithm": {"name": "tba", "aggregation": "token_mean"}}, "algorithm.aggregation=token_mean"),
         ({"algorithm": {"name": "tba", "correction": "negative_mask"}}, "algorithm.correction=negative_mask"),
         ({"algorithm": TEACHER, "rollout": SURE}, "reward.use=exact gives one number"),
-        ({"algorithm": {**TEACHER, "advantage": "group_std"}}, "algorithm.advantage=group_std"),
+        ({"algorithm": {"teacher": "t"}}, "algorithm.teacher=t: has no effect with teacher_coef=0"),
+        (
+            {"algorithm": {**TEACHER, "teacher": "t"}, "rollout": {"without_signal": "refill"}},
+            "set without_signal to",
+        ),
+        ({"algorithm": {**TEACHER, "teacher": "ftp://a"}}, "algorithm.teacher=ftp://a: no address of a server"),
+        (
+            {
+                "algorithm": {**TEACHER, "teacher": "http://a:1"},
+                "rollout": {**SURE, "sampling": {"temperature": 0.7}},
+            },
+            "rollout.sampling.temperature=0.7; set that to 1",
+        ),
+        (
+            {"algorithm": {**TEACHER, "teacher": "t"}, "packer": {"max_tokens": 8}, "rollout": SURE},
+            "a stage of algorithm.reference_pass or algorithm.teacher has one rank",
+        ),
+        ({"algorithm": {**TEACHER, "teacher": "t"}, "rollout": {**SURE, **EMULATED}}, "an emulated engine has no"),
         ({"algorithm": {"advantage": "none"}}, "algorithm.advantage=none leaves a loss without gradient"),
         ({"algorithm": {"reference_pass": "stage"}}, "there is no reference model with algorithm.kl_coef=0"),
         (
@@ -291,6 +309,25 @@ def test_what_cannot_be_learned_from_is_refused_by_name(change, words):
         parse_config({**MINIMAL, **change})
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("advantage", list(Advantage))
+def test_a_teacher_by_name_needs_no_column_of_the_reward_and_goes_with_any_advantage(advantage):
+    algorithm = {**TEACHER, "teacher": "t", "advantage": advantage, "kl_coef": 0.1}
+    found = parse_config({**MINIMAL, "algorithm": algorithm, "rollout": SURE}).algorithm
+    assert not found.scored_columns
+    assert [column.name for column in found.packed_columns] == [TEACHER_LOGPROBS]
+    staged = found.model_copy(update={"reference_pass": ReferencePass.STAGE})
+    assert [column.name for column in staged.packed_columns] == [TEACHER_LOGPROBS, REFERENCE_LOGPROBS]
+    assert staged.stages == (Source.REFERENCE, Source.TEACHER)
+
+
+def test_a_server_of_the_teacher_needs_no_device():
+    algorithm = {**TEACHER, "teacher": "http://10.0.0.5:30000"}
+    config = parse_config({**MINIMAL, "algorithm": algorithm, "rollout": SURE})
+    by_folder = parse_config({**MINIMAL, "algorithm": {**TEACHER, "teacher": "t"}, "rollout": SURE})
+    assert (config.algorithm.stages, config.algorithm.computing_stages) == ((Source.TEACHER,), ())
+    assert by_folder.algorithm.computing_stages == (Source.TEACHER,)
 
 
 @pytest.mark.parametrize("mistake", [AssertionError("ours"), ValueError("ours")])

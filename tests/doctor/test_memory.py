@@ -463,6 +463,25 @@ def test_a_reference_inside_the_learner_counts_and_one_elsewhere_does_not(tmp_pa
     assert "reference model" not in gpu_memory(elsewhere)[0].parts
 
 
+def test_a_frozen_model_as_a_stage_has_a_column_by_its_own_shape(tmp_path):
+    refers = ["algorithm.kl_coef=0.1", "algorithm.reference_pass=stage"]
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    (teacher / "config.json").write_text(json.dumps({**QWEN_7B, "num_hidden_layers": 56}))
+    taught = [f"algorithm.teacher={teacher}", "algorithm.teacher_coef=1.0", "rollout.without_signal=train"]
+    config = shipped("7b_24gpu", tmp_path, *refers, *taught)
+    _, _, reference, larger = gpu_memory(config, gpu_bytes=141e9)
+    assert (reference.kind, larger.kind) == ("reference", "teacher")
+    assert reference.parts["masters (fp32)"] == pytest.approx(4 * 7.6e9, rel=0.01)
+    assert larger.parts["masters (fp32)"] == pytest.approx(4 * (2 * 7.6e9 - 1.09e9), rel=0.01)
+    assert memory_faults(config, kinds=["reference", "teacher"]) == []
+    (line,) = memory_faults(config, gpu_bytes=60e9, kinds=["reference", "teacher"])
+    assert line.startswith("algorithm.teacher: a GPU of the teacher needs ")
+    assert line.endswith(" has 60.0; name the address of a server, or set learner.offload=true")
+    served = shipped("7b_24gpu", tmp_path, *taught, "algorithm.teacher=http://10.0.0.5:30000")
+    assert [column.kind for column in gpu_memory(served)] == ["learner", "engine"]
+
+
 def test_without_a_cache_size_an_engine_fills_its_share(tmp_path):
     engine = gpu_memory(shipped("7b_8gpu", tmp_path, "rollout.kv_capacity=null"))[1]
     assert engine.total == pytest.approx(80e9)

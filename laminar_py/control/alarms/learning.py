@@ -8,6 +8,7 @@ from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.rollout import SamplingConfig
 from laminar_py.control.consumption import StepBatch
 from laminar_py.learner.schedule import lr_factor
+from laminar_py.records.columns import Source
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.proofs import Alarm, StepProof, id_sum
 from laminar_py.records.spans import is_tree, sequences_of
@@ -190,11 +191,10 @@ def _drift(metrics: StepMetrics, proof: StepProof) -> Iterator[str]:
         )
 
 
-def reference_alarm(step: int) -> Alarm:
-    """The alarm of a reference model that changed."""
-    return Alarm(
-        "reference", "learner", f"step {step}: the reference model changed; {RESTART.format('reference')}"
-    )
+def reference_alarm(step: int, source: Source = Source.REFERENCE) -> Alarm:
+    """The alarm of a reference model, or of a teacher, that changed."""
+    part = "learner" if source is Source.REFERENCE else str(source)
+    return Alarm("reference", part, f"step {step}: the {source} model changed; {RESTART.format(source)}")
 
 
 def _tokens(batch: StepBatch) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from laminar_py.control.consumption import StepBatch
 from laminar_py.engines.model_sizes import served_dtype
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.trajectory import LiveTrajectory
+from laminar_py.records.columns import Source
 from laminar_py.records.events import Alarmed, AnyEvent
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.proofs import Alarm
@@ -69,7 +70,7 @@ class Alarms:
             sampling=config.rollout.sampling,
             steps=config.steps,
         )
-        self._reference = ""
+        self._fingerprints: dict[Source, str] = {}  # the first of each frozen model
         self._weights = weights_by_name(config.reward)
         if recovered is not None:
             self._events.batches.restore(recovered.live)
@@ -108,11 +109,10 @@ class Alarms:
         if copies := self._groups.observe(score, row):
             self._tell(copies)
 
-    def referred(self, fingerprint: str) -> None:
-        """Compare the weights of a reference model in a process of its own with its first."""
-        if self._reference and fingerprint != self._reference:
-            self._tell([reference_alarm(self.step)])
-        self._reference = self._reference or fingerprint
+    def referred(self, source: Source, fingerprint: str) -> None:
+        """Compare the weights of a frozen model in a process of its own with its first."""
+        if fingerprint != self._fingerprints.setdefault(source, fingerprint):
+            self._tell([reference_alarm(self.step, source)])
 
     def tell(self, check: str, part: str, fault: str) -> None:
         """Raise an alarm for a fault that another part has found; "" is none."""

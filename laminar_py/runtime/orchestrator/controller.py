@@ -8,10 +8,10 @@
           ^   ^                         ^ weights              |      | finished responses
           |   '---[waiting]-- partial responses ---------------'      v
           |                             |             [unscored] --> scorers ----> [scores]
-          | room for groups             |             [to refer] --> reference         |
+          | room for groups             |             [to judge] --> frozen models     |
           |                             |                                |             v
        +-------+       [ready]          |       +----------------------------+ +----------------+
-       | train | <----------------------|------ | collect_reference_logprobs | | collect_scores |
+       | train | <----------------------|------ |      collect_logprobs      | | collect_scores |
        +-------+     groups with        |       +----------------------------+ +----------------+
           |          advantages         |
           | version [copied]       +---------+
@@ -25,12 +25,12 @@ Each loop is a function below. Each queue is bounded:
     commands   Command                runtime.link.hub                work that replicas have room for
     reports    `Reports`              `Handoff` here                  one; the hub waits until it is processed
     unscored   Unscored               reward.stage                    trajectories that can wait: `max_scored`
-    to refer   TrajectoryRef          learner.packing.buffer          live trajectories
+    to judge   TrajectoryRef          learner.packing.buffer          live trajectories; a queue for each model
     scores     list[Score]            `Handoff` here                  one; a scorer waits until it is recorded
     ready      ReadyGroup             learner.packing.buffer          live trajectories
     copied     version                versions                        one; the learner completes it before the next
 
-An evaluation has no learner: the loops `train`, `collect_reference_logprobs` and `publish` are missing. Weights
+An evaluation has no learner: the loops `train`, `collect_logprobs` and `publish` are missing. Weights
 stay version 0, and each set is evaluated once. Beside the data path, keepers keep all processes alive.
 
 Phases: start parts -> first version -> evaluation -> RL -> stop replicas -> evaluations -> summary. Runs in the
@@ -90,7 +90,7 @@ from laminar_py.runtime.orchestrator.trainer import BatchLostError, StoppedError
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.environments import EnvironmentProcesses
 from laminar_py.runtime.workers.incarnation import RunStart, open_incarnation
-from laminar_py.runtime.workers.learner import LearnerKeeper, ReferenceStage
+from laminar_py.runtime.workers.learner import FrozenStage, LearnerKeeper
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.replicas import Replicas
 from laminar_py.runtime.workers.segments import RunSegments, restore_live
@@ -129,7 +129,7 @@ async def process_reports(
     dispatch_loop: Throttle,
     stats: Stats,
 ) -> None:
-    """Process replicas' reports until cancelled; finished responses go to the scorers and the reference model.
+    """Process replicas' reports until cancelled; finished responses go to the scorers and the frozen models.
 
     If a replica is idle or has new weights, `dispatch` runs immediately; otherwise it runs within `DISPATCH_S`.
     """
@@ -172,12 +172,12 @@ async def collect_scores(
         dispatch_loop.wake()  # a group with all its scores makes room for another group
 
 
-async def collect_reference_logprobs(reference: ReferenceStage, *, scheduler: TrajectoryScheduler) -> None:
-    """Record log-probabilities of the reference model until cancelled; drop trajectories with lost tokens."""
+async def collect_logprobs(stage: FrozenStage, *, scheduler: TrajectoryScheduler) -> None:
+    """Record log-probabilities of a frozen model until cancelled; drop trajectories with lost tokens."""
     while True:
-        answer = await reference.next_answer(wanted=scheduler.is_live)
+        answer = await stage.next_answer(wanted=scheduler.is_live)
         for trajectory_id, logprobs in answer.logprobs.items():
-            await scheduler.incoming.on_reference(trajectory_id, logprobs)
+            await scheduler.incoming.on_column(trajectory_id, stage.column, logprobs)
         await scheduler.incoming.drop_lost(answer.lost)
 
 
@@ -231,13 +231,11 @@ class Controller:
         self._dispatch_loop = Throttle(self._dispatch, every_s=DISPATCH_S)
         self._trackers = Trackers(incarnation, resumed=continues)
         self._segments = segments = RunSegments(incarnation)
-        self._reference = (
-            ReferenceStage(incarnation, segments=segments) if config.algorithm.reference_in_own_process else None
-        )
+        self._frozen = [FrozenStage(incarnation, source, segments=segments) for source in config.algorithm.stages]
         self._scheduler = scheduler = make_scheduler(
             incarnation,
             submit_for_scoring=self._submit_for_scoring,
-            reference=self._reference,
+            frozen=self._frozen,
             versions_return=source is not None,
             fail=self._stop.fail,
             on_fault=partial(self._alarms.tell, "draws", "controller"),
@@ -371,7 +369,7 @@ class Controller:
     async def _start_parts(self) -> None:
         """Spawn all processes, start the parts that need no learner, and continue interrupted trajectories."""
         learner = None if self._learning is None else self._learning.learner
-        for part in (self._scoring, self._environments, learner, self._replicas, self._reference):
+        for part in (self._scoring, self._environments, learner, self._replicas, *self._frozen):
             if part is not None:
                 part.spawn()
         async with asyncio.TaskGroup() as tasks:
@@ -423,11 +421,11 @@ class Controller:
         await learning.trainer.start()
         if overrides := self._incarnation.overrides:
             await asyncio.to_thread(record_overrides, self._incarnation.run, overrides)
-        if self._reference is not None:
-            self._progress.enter("the reference model starts")
-            await self._stop.unless_asked(self._reference.bring_up())  # after a warm start, which it may load
-            self._reference.check = self._alarms.referred
-            yield "collect-reference", collect_reference_logprobs(self._reference, scheduler=self._scheduler)
+        for stage in self._frozen:
+            self._progress.enter(f"the {stage.source} model starts")
+            await self._stop.unless_asked(stage.bring_up())  # after a warm start, which the reference may load
+            stage.check = partial(self._alarms.referred, stage.source)
+            yield f"collect-{stage.source}", collect_logprobs(stage, scheduler=self._scheduler)
         yield "pauses", limit_gc_pauses()
         if self._incarnation.config.repacks and not self._incarnation.made_steps:
             self._progress.enter(SPEED_PHASE)
