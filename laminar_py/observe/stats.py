@@ -14,7 +14,7 @@ from pathlib import Path
 
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.host import Clock
-from laminar_py.records.metrics import FleetRow, OrderFigures, StepMetrics, StepRow, TurnFigures
+from laminar_py.records.metrics import FleetRow, StepMetrics, StepRow, TurnFigures
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import GroupRewards, TermValue
 from laminar_py.records.spans import num_sampled
@@ -214,7 +214,7 @@ class Stats:
             learning_rate=learned.learning_rate,
             skipped=learned.skipped,
             by_staleness=learned.by_staleness,
-            order=OrderFigures(),
+            critic=learned.critic,
             reward_terms={name: _mean(values) for name, values in self._terms.items()},
             **(self._reward_figures() | learned.mismatch.figures | learned.tokens.figures),
         )
