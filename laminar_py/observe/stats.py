@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.host import Clock
@@ -241,7 +242,7 @@ class Stats:
         self._learner_free_rl_s, self._batch_rl_s, self._reference_s = now, None, self.totals.reference_busy_s
         return waited_s, reference_s
 
-    def _reward_figures(self) -> dict[str, float]:
+    def _reward_figures(self) -> dict[str, Any]:
         """Return the figures of rewards since the previous step, NaN without any."""
         return {
             "reward": _mean(self._rewards),
