@@ -26,7 +26,7 @@ from laminar_py.learner.losses.loss import trained_rows
 from laminar_py.learner.losses.value import Numbers, estimate_advantages, value_loss
 from laminar_py.learner.metrics import training_cost
 from laminar_py.learner.model import state_values
-from laminar_py.learner.moves import UpdateProver
+from laminar_py.learner.moves import CriticProver
 from laminar_py.learner.optimizer import Optimizer
 from laminar_py.learner.trained import open_model, set_gradient_sync
 from laminar_py.records.codec import FloatArray, IntArray
@@ -67,7 +67,7 @@ class Critic:
         self.model, _ = open_model(source, settings, ranks, seed=seed, is_critic=True)
         self.optimizer = Optimizer(self.model, self._settings, total_steps=total_steps)
         self.trained = Trained(self.model, self.optimizer.adamw)
-        self.prover = UpdateProver(self.model, ranks, self._settings, prefix="critic.")
+        self.prover = CriticProver(self.model, ranks, self._settings)
         self.cost = training_cost(self.model)
         self._begin()
 
@@ -145,6 +145,7 @@ class Critic:
             loss += self._backward(batch, share)
         self._ranks.begin(f"update of the critic in step {step + 1}", limit_s=COMPUTES_S)
         total = self._ranks.sum(float(loss))
+        self.prover.check_gradients()
         self.prover.mark(self.optimizer.adamw)
         norm = self.optimizer.update(step, loss=total)
         if norm is None:
@@ -166,11 +167,13 @@ class Critic:
         loss, is_clipped = value_loss(
             values, at_start=at_start, targets=targets, weights=weights / share, clip=self._critic.clip
         )
+        values.retain_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         if self._ranks.device.type == "cpu":
             free_heap()
         if not self._ranks.counts:
             return torch.zeros_like(loss)
+        self.prover.add(values)
         self._trained += torch.stack([weights.sum(), (weights * is_clipped).sum()])
         return loss.detach()
 

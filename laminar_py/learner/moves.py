@@ -1,18 +1,22 @@
 """Proof of an update: which tensors moved, and whether as AdamW moves them. `proof` and `critic` use it.
 
-It samples one value of each tensor with its moments, and compares the update with the definition (`expected`).
+It samples one value of each tensor with its moments, and compares the update with the definition (`expected`). A
+critic's gradients are checked here, too, by the identity that `proof` explains.
 """
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.learner.distributed import Ranks
 from laminar_py.learner.expected import differs, updated
 from laminar_py.learner.model import local_part
+from laminar_py.records.proofs import GradientSums
 
 STILL_UPDATES = 3  # in a row after which a tensor that has gradients must have moved
 SPREAD = 4096  # values of a tensor among which the largest gradient is looked for
@@ -108,6 +112,58 @@ class UpdateProver:
         """Tensors that are frozen by mistake, have no gradient, or moved unlike AdamW moves them in this step."""
         wrong = zip(self._trained, self._astray.tolist(), strict=True)
         return self._frozen + tuple(name for (name, _), updates in wrong if updates)
+
+
+class CriticProver(UpdateProver):
+    """Watches the critic's updates, and whether their gradients are of their losses.
+
+    As in `proof`, with the scale g of the final norm and c_t = dL/dV_t: values are linear in g, so
+    `<dL/dg, g> = sum_t c_t V_t`. The left side has passed the backward pass and the sum over ranks.
+    """
+
+    def __init__(self, model: PreTrainedModel, ranks: Ranks, settings: LearnerConfig) -> None:
+        super().__init__(model, ranks, settings, prefix="critic.")
+        self._scale = final_scale(model)
+        self._begin_update()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        super().begin()
+        self.gradients: list[GradientSums] = []  # of each update that was not skipped
+
+    def _begin_update(self) -> None:
+        # expected, its squares, sizes, found
+        self._sums = torch.zeros(4, dtype=torch.float64, device=self._ranks.device)
+
+    def add(self, values: Tensor) -> None:
+        """Note the `values` [N] of a microbatch after its backward pass, with their gradient."""
+        slopes = torch.zeros_like(values) if values.grad is None else values.grad
+        parts = (slopes * values.detach()).double()
+        self._sums[:3] += torch.stack([parts.sum(), (parts * parts).sum(), slopes.abs().sum()])
+
+    def check_gradients(self) -> None:
+        """Add up both sides over ranks, before gradients are clipped. Collective."""
+        if self._scale is not None and self._scale.grad is not None:
+            product = (local_part(self._scale.grad) * local_part(self._scale.detach())).double().sum()
+            self._sums[3] = float(product) / self._ranks.num_copies  # each copy of a shard adds it
+        self._ranks.reduce_tensor(self._sums)
+        expected, squares, size, found = self._sums.tolist()
+        if self._scale is not None and math.isfinite(expected) and math.isfinite(found):
+            sums = GradientSums(expected=expected, found=found, spread=squares**0.5, size=size, scale=None)
+            self.gradients.append(sums)
+        self._begin_update()
+
+
+def final_scale(model: PreTrainedModel) -> nn.Parameter | None:
+    """Return the scale g of the final norm, if logits are linear in it and it is trained; else None."""
+    norm: Any = getattr(model.base_model, "norm", None)
+    scale = getattr(norm, "weight", None)
+    head = model.get_output_embeddings()
+    # other norms multiply by 1 + weight, or add a bias; a bias of the head is not linear either
+    is_linear = "RMSNorm" in type(norm).__name__ and "Gemma" not in type(norm).__name__
+    if scale is None or not is_linear or not scale.requires_grad or getattr(head, "bias", None) is not None:
+        return None
+    return scale  # type: ignore[no-any-return]
 
 
 def _spread(tensor: Tensor) -> Tensor:

@@ -11,19 +11,18 @@ The right side needs one number for each token.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from laminar_py.config.algorithm import AlgorithmConfig, Divergence
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.learner.distributed import Ranks
 from laminar_py.learner.model import fingerprint, local_part
-from laminar_py.learner.moves import UpdateProver
+from laminar_py.learner.moves import CriticProver, UpdateProver, final_scale
 from laminar_py.learner.reference import InnerReference
 from laminar_py.records.codec import IntArray
 from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
@@ -51,13 +50,13 @@ class StepProver:
         settings: LearnerConfig,
         algorithm: AlgorithmConfig,
         *,
-        critic: UpdateProver | None = None,
+        critic: CriticProver | None = None,
     ) -> None:
         """`critic` watches the value model, whose tensors the proof names beside the policy's."""
         self._ranks = ranks
         self._algorithm = algorithm
         self._critic = critic
-        self._scale = _final_scale(model)
+        self._scale = final_scale(model)
         of_reference = [] if reference is None else reference.parameters()
         self._reference = [local_part(item) for item in of_reference]
         self._moves = UpdateProver(model, ranks, settings)
@@ -175,6 +174,18 @@ class StepProver:
         found, sums = rest[:count], np.reshape(rest[count:], (count, 8)).tolist()
         moved, uphill = self._moves.moved
         watched = [self._moves, *([] if self._critic is None else [self._critic])]
+        of_critic = [] if self._critic is None else self._critic.gradients
+        of_policy = [
+            GradientSums(
+                expected=expected,
+                found=got,
+                spread=squares**0.5,
+                size=size,
+                scale=product / norm if norm else None,
+                exact=ExactTokens(*exact),
+            )
+            for (expected, squares, size, product, norm, *exact), got in zip(sums, found, strict=True)
+        ]
         return StepProof(
             tokens=int(tokens),
             weight=weight,
@@ -187,35 +198,13 @@ class StepProver:
             fresh=int(fresh),
             drift=drift,
             reference_gap=apart / max(1.0, fresh),
-            gradients=tuple(
-                GradientSums(
-                    expected=expected,
-                    found=got,
-                    spread=squares**0.5,
-                    size=size,
-                    scale=product / norm if norm else None,
-                    exact=ExactTokens(*exact),
-                )
-                for (expected, squares, size, product, norm, *exact), got in zip(sums, found, strict=True)
-            ),
+            gradients=(*of_policy, *of_critic),
             still=tuple(name for one in watched for name in one.still),
             astray=tuple(name for one in watched for name in one.astray),
             moved=moved,
             uphill=uphill,
             reference=fingerprint(self._reference) if self._reference else "",
         )
-
-
-def _final_scale(model: PreTrainedModel) -> nn.Parameter | None:
-    """The scale g of the final norm, if logits are linear in it and it is trained; else None."""
-    norm: Any = getattr(model.base_model, "norm", None)
-    scale = getattr(norm, "weight", None)
-    head = model.get_output_embeddings()
-    # other norms multiply by 1 + weight, or add a bias; a bias of the head is not linear either
-    is_linear = "RMSNorm" in type(norm).__name__ and "Gemma" not in type(norm).__name__
-    if scale is None or not is_linear or not scale.requires_grad or getattr(head, "bias", None) is not None:
-        return None
-    return scale  # type: ignore[no-any-return]
 
 
 def probe_batch(prompts: Sequence[IntArray]) -> MicroBatch:

@@ -15,6 +15,7 @@ from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.critic import Action, CriticConfig
 from laminar_py.config.learner import LoraConfig, Recompute
 from laminar_py.config.section import ConfigError
+from laminar_py.learner.critic import Critic
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.export import export_checkpoint
 from laminar_py.learner.packing import layout
@@ -342,6 +343,8 @@ def rank_main(rank, world_size, folder, model_folder):
     for case in CASES:
         learner, metrics = run_case(case, model_folder, mesh=mesh, rank=rank, ranks=world_size)
         assert metrics[-1].proof.astray == ()
+        assert all(gap(sums) < 1e-5 for one in metrics for sums in one.proof.gradients)
+        assert len(metrics[-1].proof.gradients) == (0 if case == "adapters" else 2), "of policy and critic"
         found = {f"policy.{name}": one for name, one in full_parameters(learner).items()}
         found |= {f"critic.{name}": one for name, one in critic_weights(learner).items()}
         assert learner.save(folder / f"{case}-checkpoint") == ""
@@ -415,6 +418,28 @@ def test_a_critic_that_is_not_in_its_optimizer_is_named(model_folder):
         one["params"] = []
     proof = learner.step(packed(samples(), algorithm).microbatches(0)).proof
     assert proof.astray == ("critic.lm_head.weight",)
+
+
+def gap(sums):
+    return abs(sums.expected - sums.found) / max(sums.size, 1e-9)
+
+
+def test_gradients_of_a_critic_that_are_lost_are_found(model_folder, monkeypatch):
+    algorithm = ppo()
+    learner = seeded(make_learner(model_folder, algorithm=algorithm))
+    batches = packed(samples(), algorithm).microbatches(0)
+    assert len(batches) > 1
+    assert all(gap(sums) < 1e-5 for sums in learner.step(batches).proof.gradients)
+    backward = Critic._backward
+
+    def forgetful(self, batch, share):
+        self.optimizer.adamw.zero_grad()
+        return backward(self, batch, share)
+
+    monkeypatch.setattr(Critic, "_backward", forgetful)
+    of_policy, of_critic = learner.step(batches).proof.gradients
+    assert gap(of_policy) < 1e-5
+    assert abs(of_critic.expected - of_critic.found) > 0.1 * of_critic.spread
 
 
 def test_values_that_are_not_finite_are_counted_and_change_no_policy(model_folder):
