@@ -131,17 +131,20 @@ def learner_times(shape: ModelShape, gpu: Gpu, *, mfu: float = LEARNER_MFU, adap
     )
 
 
-def with_passes(times: LearnerTimes, *, updates: int, reference: bool, proximal: bool) -> LearnerTimes:
+def with_passes(
+    times: LearnerTimes, *, updates: int = 1, reference: bool = False, proximal: bool = False, critic: bool = False
+) -> LearnerTimes:
     """Return the times of a learner whose step has several `updates` and more forward passes.
 
     `reference`: the reference model's pass over all tokens. `proximal`: a pass over the tokens of every update but
-    the first, for their probabilities at the step's start. A pass takes 2 FLOPs a parameter and token.
+    the first, for their probabilities at the step's start. A pass takes 2 FLOPs a parameter and token. `critic`:
+    a pass for values, and a second model's training with its updates.
     """
     own = 4.0 if times.adapters else 6.0
-    more = 2.0 * reference + 2.0 * proximal * (updates - 1) / updates
+    more = 2.0 * reference + 2.0 * proximal * (updates - 1) / updates + (2.0 + own) * critic
     changes = {
         "train_tokens_per_s": times.train_tokens_per_s * own / (own + more),
-        "optimizer_s": times.optimizer_s * updates,
+        "optimizer_s": times.optimizer_s * updates * (1 + critic),
     }
     return times.model_copy(update=changes)
 

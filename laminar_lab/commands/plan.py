@@ -50,9 +50,7 @@ def plan(
     max_staleness: Annotated[int | None, typer.Option(min=0, help="Steps; default: the config's, or 4")] = None,
     reward_s: Annotated[float, typer.Option(min=0, help="Median seconds from a response to its score")] = 0.05,
     mfu: Annotated[float | None, typer.Option(min=0.01, max=1, help="Of the learner; default: 0.4")] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="Profile of `laminar calibrate`, in place of computed times")
-    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="Measured times, of `laminar calibrate`")] = None,
     network_gbit: Annotated[float, typer.Option(min=0.1, help="Gbit/s from a node to others")] = 400,
     price: Annotated[float | None, typer.Option(min=0, help="Of a GPU-hour")] = None,
     write: Annotated[Path | None, typer.Option(help="File for the config of the first choice")] = None,
@@ -82,6 +80,7 @@ def plan(
         measured=_measured(profile, mfu),
         learner=subject.learner,
         shares=subject.shares,
+        has_critic=subject.has_critic,
     )
     _print(made := _rank_placements(request, seconds, quiet=as_json), as_json=as_json, explain=explain)
     _write(made, subject, write, quiet=as_json)

@@ -18,6 +18,7 @@ from laminar_lab.doctor.gpu_formula import (
     MARGIN,
     Parts,
     cache_tokens,
+    critic_parts,
     engine_memory,
     frozen_memory,
     has_margin,
@@ -217,6 +218,8 @@ def learner_parts(shape: ModelShape, config: RunConfig, *, reference: ModelShape
     if reference is not None:  # its embeddings stay gathered after its pass
         held = 0.0 if learner.offload else 4.0 * reference.total / learner.shard_size
         beside = {"reference model": held + 2.0 * reference.root}
+    if config.algorithm.critic is not None:
+        beside |= critic_parts(shape, learner)
     return learner_memory(shape, learner, tokens=config.packer.max_tokens) | beside
 
 

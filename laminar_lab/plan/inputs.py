@@ -44,6 +44,7 @@ class Subject:
     max_staleness: int | None = MAX_STALENESS
     learner: LearnerConfig = field(default_factory=LearnerConfig)  # a plan changes its ranks
     shares: bool = True  # samples share their prompt in the learner
+    has_critic: bool = False
 
 
 def read_subject(model: str) -> Subject:
@@ -77,6 +78,7 @@ def read_subject(model: str) -> Subject:
         max_staleness=config.staleness.max_staleness if is_async else MAX_STALENESS,
         learner=config.learner,
         shares=config.rollout.shares_prompts,
+        has_critic=config.algorithm.critic is not None,
     )
 
 

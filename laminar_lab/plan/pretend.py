@@ -116,6 +116,7 @@ def request_of(
         group_size=rollout.group_size,
         learner=config.learner,
         shares=rollout.shares_prompts,
+        has_critic=config.algorithm.critic is not None,
         max_staleness=config.staleness.max_staleness,
         measured=measured,
     )

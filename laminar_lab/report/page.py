@@ -40,6 +40,7 @@ from laminar_lab.report.trajectories import Times, Trajectories
 from laminar_py.config.loading import dump_config
 from laminar_py.records.events import SettingChanged
 from laminar_py.records.host import counted
+from laminar_py.records.metrics import CriticFigures
 from laminar_py.records.scoring import short_terms
 from laminar_py.records.trajectory import Status
 
@@ -322,6 +323,10 @@ def learner_panel(snapshot: Snapshot) -> Panel:
         "share of the tokens clipped": [row.clip_fraction for row in rows],
         "effective sample size, share of the tokens": [row.effective_share for row in rows],
     }
+    if any(row.critic for row in rows):
+        critics = [row.critic or CriticFigures() for row in rows]
+        found["loss of the critic"] = [critic.value_loss for critic in critics]
+        found["variance of targets that the critic explains"] = [critic.explained_variance for critic in critics]
     charts = [
         step_chart(name, steps, values, from_zero=name not in ("loss", "gradient norm"))
         for name, values in found.items()

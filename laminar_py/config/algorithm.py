@@ -12,11 +12,23 @@ from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
 
+from laminar_py.config.critic import CriticConfig
 from laminar_py.config.registry import Registry, named_section
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.rollout import RolloutConfig, SamplingConfig, WithoutSignal
 from laminar_py.config.section import ConfigError, Section, Share, is_address
-from laminar_py.records.columns import MODEL_COLUMNS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Column, Source
+from laminar_py.records.columns import (
+    ACTORS,
+    COMPUTED,
+    PLACES,
+    REFERENCE_LOGPROBS,
+    TEACHER_LOGPROBS,
+    VALUE_TARGETS,
+    VALUES,
+    Column,
+    Dtype,
+    Source,
+)
 
 
 class Advantage(StrEnum):
@@ -26,6 +38,7 @@ class Advantage(StrEnum):
     GROUP_MEAN = "group_mean"
     LEAVE_ONE_OUT = "leave_one_out"
     BATCH_STD = "batch_std"
+    GAE = "gae"
     NONE = "none"
 
 
@@ -108,6 +121,14 @@ def _weighted(clip_high: float) -> dict[str, Any]:
     return {"objective": Objective.WEIGHTED, "clip_low": 1.0, "clip_high": clip_high}
 
 
+OF_CRITIC = (
+    Column(name=PLACES, dtype=Dtype.INT32, source=Source.PACKER),
+    Column(name=ACTORS, dtype=Dtype.INT32, source=Source.PACKER),
+    Column(name=VALUES, source=Source.CRITIC),
+    Column(name=VALUE_TARGETS, source=Source.CRITIC),
+)
+
+
 # name -> settings that differ from the defaults of the fields, which make GRPO
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -124,6 +145,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "correction_high": 5.0,
         "updates_per_step": 4,
     },
+    "ppo": {"advantage": Advantage.GAE, "aggregation": Aggregation.TOKEN_MEAN},
     "tba": {"advantage": Advantage.NONE, "objective": Objective.BALANCE},
     "distill": {"advantage": Advantage.NONE, "teacher_coef": 1.0, **_weighted(1.0)},
 }
@@ -133,14 +155,18 @@ class AlgorithmConfig(Section):
     """The loss. `name` fills in settings that are left out; the defaults below make `grpo`."""
 
     name: str = "grpo"
-    """One of `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`, `cispo`, `aipo`, `decoupled_ppo`, `tba`,
-    `distill`, or a name that an installed package registers."""
+    """One of `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`, `cispo`, `aipo`, `decoupled_ppo`, `ppo`,
+    `tba`, `distill`, or a name that an installed package registers."""
     advantage: Advantage = Advantage.GROUP_STD
     """`group_std`: (r - mean) / std of the group. `group_mean`: r - mean. `leave_one_out`: r minus the mean of the
     group's other responses. `batch_std`: (r - mean) / std over the trained tokens of the whole step, which then
-    keeps all groups, whatever `rollout.without_signal` says. `none`: 0. With process rewards, r is the return of a
-    token (the sum of rewards from there on), and mean and std of a group are over its tokens, where each response
-    counts once."""
+    keeps all groups, whatever `rollout.without_signal` says. `gae`: generalised advantage estimation by a critic,
+    normalised in the same way; groups may have one member. A response that a cap ends is an end like others: its
+    reward counts, and no value is added for tokens that never came. `none`: 0. With process rewards, r is the
+    return of a token (the sum of rewards from there on), and mean and std of a group are over its tokens, where
+    each response counts once."""
+    critic: CriticConfig | None = None
+    """For `gae`: the value model."""
     overlong_tokens: Annotated[int, Field(ge=1)] | None = None
     """DAPO's overlong shaping: a response that reaches the last `overlong_tokens` before
     `rollout.sampling.max_new_tokens` loses reward, from 0 at the first of them linearly to 1 at the cap. The
@@ -211,7 +237,8 @@ class AlgorithmConfig(Section):
         teacher = Column(name=TEACHER_LOGPROBS, source=Source.TEACHER if self.teacher else Source.SCORER)
         reference = Column(name=REFERENCE_LOGPROBS, source=Source.REFERENCE)
         compares = self.kl_coef > 0 or self.objective is Objective.BALANCE
-        return (*((teacher,) if self.teacher_coef > 0 else ()), *((reference,) if compares else ()))
+        valued = () if self.critic is None else OF_CRITIC
+        return (*((teacher,) if self.teacher_coef > 0 else ()), *((reference,) if compares else ()), *valued)
 
     @property
     def scored_columns(self) -> tuple[Column, ...]:
@@ -221,7 +248,7 @@ class AlgorithmConfig(Section):
     @property
     def packed_columns(self) -> tuple[Column, ...]:
         """Columns that trajectories have before the learner gets them; the learner computes the other columns."""
-        given = (Source.SCORER, *self.stages)
+        given = (Source.SCORER, Source.PACKER, *self.stages)
         return tuple(column for column in self.columns if column.source in given)
 
     @property
@@ -270,12 +297,13 @@ class AlgorithmConfig(Section):
         """True where the loss compares means of responses, or may: a longer tree is not cut then."""
         by_token = self.objective in (Objective.CLIP, Objective.WEIGHTED)
         masks = self.correction not in (Correction.NONE, *WEIGHTS)
-        return not by_token or masks or ALGORITHMS.get(self.name).objective is not None
+        chains = self.critic is not None  # values of later tokens are part of a token's advantage
+        return not by_token or masks or chains or ALGORITHMS.get(self.name).objective is not None
 
     @property
     def normalises_step(self) -> bool:
         """True where advantages are normalised over a whole step, so that every group stays in it."""
-        return self.advantage is Advantage.BATCH_STD
+        return self.advantage in (Advantage.BATCH_STD, Advantage.GAE)
 
     @model_validator(mode="before")
     @classmethod
@@ -283,7 +311,8 @@ class AlgorithmConfig(Section):
         """Add the preset of the section's `name` for settings that the section leaves out."""
         if not isinstance(settings, dict):
             return settings
-        return PRESETS.get(str(settings.get("name", "grpo")), {}) | settings
+        filled = PRESETS.get(str(settings.get("name", "grpo")), {}) | settings
+        return {"critic": {}} | filled if filled.get("advantage") == Advantage.GAE else filled
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -293,6 +322,7 @@ class AlgorithmConfig(Section):
         if self.objective is Objective.BALANCE:
             self._check_balance()
         self._check_teaching()
+        self._check_critic()
         if self.reference_in_own_process and not self.has_reference:
             raise ConfigError(
                 f"algorithm.reference_pass=stage: there is no reference model with algorithm.kl_coef=0 and"
@@ -309,11 +339,26 @@ class AlgorithmConfig(Section):
                     f"algorithm.name={self.name}: declares column {column.name!r} twice; fix that package"
                 )
             seen.add(column.name)
-            if (given := MODEL_COLUMNS.get(column.source, column.name)) != column.name:
+            names = COMPUTED.get(column.source)
+            if names is not None and column.name not in names:
                 raise ConfigError(
-                    f"algorithm.name={self.name}: column {column.name!r} cannot come from the {column.source}"
-                    f" model, which gives only {given!r}; fix that package"
+                    f"algorithm.name={self.name}: column {column.name!r} cannot come from the {column.source},"
+                    f" which gives only {', '.join(map(repr, names))}; fix that package"
                 )
+
+    def _check_critic(self) -> None:
+        """Raise `ConfigError` for a critic without use, or `gae` without a critic."""
+        if self.advantage is not Advantage.GAE and self.critic is not None:
+            raise ConfigError(
+                f"algorithm.critic: advantage={self.advantage} uses no values; leave critic out, or set"
+                " algorithm.advantage to gae"
+            )
+        if self.advantage is Advantage.GAE and self.critic is None:
+            raise ConfigError("algorithm.critic=null: advantage=gae needs a critic; leave critic out, or name lr")
+        if self.critic is not None and self.objective is Objective.BALANCE:
+            raise ConfigError(
+                "algorithm.advantage=gae: objective=balance has no advantages; set advantage to none"
+            )
 
     def _check_ratios(self) -> None:
         """Raise `ConfigError` if a cap or correction of importance ratios has no effect or an empty range."""

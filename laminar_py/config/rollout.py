@@ -189,7 +189,7 @@ class RolloutConfig(Section):
     prompts_per_step: Count = 32
     """Groups in a learner step."""
     group_size: Count = 8
-    """Samples of one prompt (K)."""
+    """Samples of one prompt (K). 1 needs an `algorithm.advantage` without a group: `gae` or `batch_std`."""
     batch_per_replica: Count = Field(default_factory=_usual_batch)
     """Trajectories that a draining replica admits under one version before it loads newer weights. Default: twice
     a replica's share of a learner step, at most a whole step, in whole groups."""
@@ -202,8 +202,8 @@ class RolloutConfig(Section):
     """Use of groups whose rewards are all equal, so that their advantages are 0. `train` on them. `skip`
     them: the same gradient for less work, except for the divergence from a reference and for
     `algorithm.overlong_tokens`. `refill`: generate more groups until the step has enough with signal (dynamic
-    sampling). With process rewards the rewards of tokens count. `algorithm.advantage=batch_std` always trains on
-    all groups."""
+    sampling). With process rewards the rewards of tokens count. `algorithm.advantage` of `batch_std` or `gae`
+    always trains on all groups."""
     max_refill: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
     """`refill`: most groups that are generated for one step, as a multiple of `prompts_per_step`. Then the step
     runs with the groups that have signal, and an event says how many groups were solved or hopeless. Below one
@@ -227,11 +227,14 @@ class RolloutConfig(Section):
         return Recording.ROUTED_EXPERTS not in self.record
 
 
-def check_rollout(rollout: RolloutConfig) -> None:
-    """Raise `ConfigError` for sampling that cannot be trained on, and for engines without room for a group."""
+def check_rollout(rollout: RolloutConfig, *, least_group: int) -> None:
+    """Raise `ConfigError` for sampling that cannot be trained on, and for engines without room for a group.
+
+    A group has at least `least_group` members.
+    """
     _check_vocabulary(rollout)
     _check_sampling(rollout)
-    _check_groups(rollout)
+    _check_groups(rollout, least_group)
 
 
 def _check_vocabulary(rollout: RolloutConfig) -> None:
@@ -268,11 +271,14 @@ def _check_sampling(rollout: RolloutConfig) -> None:
         )
 
 
-def _check_groups(rollout: RolloutConfig) -> None:
-    """Raise `ConfigError` if a group has fewer than two members, or does not fit on one replica."""
+def _check_groups(rollout: RolloutConfig, least: int) -> None:
+    """Raise `ConfigError` if a group has fewer than `least` members, or does not fit on one replica."""
     size = rollout.group_size
-    if size < 2:
-        raise ConfigError("rollout.group_size=1: a group of one has no advantages; set at least 2")
+    if size < least:
+        raise ConfigError(
+            f"rollout.group_size={size}: a group of one has no advantages; set at least {least}, or set"
+            " algorithm.name to ppo or reinforce_pp, which need no group"
+        )
     for name, value in (("batch_per_replica", rollout.batch_per_replica), ("max_batch", rollout.max_batch)):
         if value < size:
             raise ConfigError(

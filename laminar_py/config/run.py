@@ -110,7 +110,7 @@ class RunConfig(Section):
         """Check settings of different sections against each other. Raises `ConfigError`."""
         algorithm, rollout = self.algorithm, self.rollout
         random_start = self.model.from_scratch and self.warm_start is None
-        check_rollout(rollout)
+        check_rollout(rollout, least_group=1 if algorithm.normalises_step else 2)
         check_overlong(algorithm, rollout.sampling)
         check_microbatches(self.packer, self.learner, rollout, staged=bool(algorithm.computing_stages))
         check_buffer(self.capacity, self.trajectories_per_step)

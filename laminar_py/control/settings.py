@@ -147,6 +147,7 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
         ),
         bound=StalenessBound(staleness.max_staleness, staleness.policies),
         group_deadline_s=rollout.group_deadline_s,
+        min_group_survivors=min(2, rollout.group_size),
         max_seconds=rollout.max_seconds,
         has_environment=config.has_environment,
         packing=Packing(

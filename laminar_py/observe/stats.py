@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.host import Clock
-from laminar_py.records.metrics import FleetRow, OrderFigures, StepMetrics, StepRow, TurnFigures
+from laminar_py.records.metrics import FleetRow, StepMetrics, StepRow, TurnFigures
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import GroupRewards, TermValue
 from laminar_py.records.spans import num_sampled
@@ -214,7 +215,7 @@ class Stats:
             learning_rate=learned.learning_rate,
             skipped=learned.skipped,
             by_staleness=learned.by_staleness,
-            order=OrderFigures(),
+            critic=learned.critic,
             reward_terms={name: _mean(values) for name, values in self._terms.items()},
             **(self._reward_figures() | learned.mismatch.figures | learned.tokens.figures),
         )
@@ -241,7 +242,7 @@ class Stats:
         self._learner_free_rl_s, self._batch_rl_s, self._reference_s = now, None, self.totals.reference_busy_s
         return waited_s, reference_s
 
-    def _reward_figures(self) -> dict[str, float]:
+    def _reward_figures(self) -> dict[str, Any]:
         """Return the figures of rewards since the previous step, NaN without any."""
         return {
             "reward": _mean(self._rewards),

@@ -47,6 +47,7 @@ def flat_row(row: StepRow) -> dict[str, float]:
     }
     terms = short_terms(rest.pop("reward_terms"))
     groups = {"order": rest.pop("order"), "reward": terms, "turns": rest.pop("turns")}
+    groups["critic"] = rest.pop("critic") or {}
     flat = _numbers({"run": rest, "tokens": tokens, **groups, **ages})
     wrong = row.not_finite
     return {

@@ -72,6 +72,23 @@ class Work(msgspec.Struct, frozen=True):
     peak_flops: float | None = None  # FLOPs per second of all ranks' devices; None: unknown
 
 
+class CriticFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of a critic in a step, over its trained tokens, e.g. `CriticFigures(value_loss=0.04, ...)`.
+
+    A figure without anything to measure is NaN.
+    """
+
+    value_loss: float = nan  # mean over the updates that were not skipped
+    value_mean: float = nan  # at the start of the step
+    target_mean: float = nan
+    explained_variance: float = nan  # 1 - variance of (target - value) over variance of the target, at the start
+    clip_fraction: float = nan  # share of tokens whose value moved too far for a gradient, by loss weight
+    grad_norm: float = nan  # before clipping; the largest of all updates
+    skipped: int = 0  # updates with a loss or gradient that was not finite
+    not_finite: int = 0  # tokens whose value is not finite
+    elapsed_s: float = 0.0  # of the step: values and updates of the critic
+
+
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of a learner step, e.g. `StepMetrics(loss=0.1, grad_norm=0.4, elapsed_s=2.5, updates=4)`.
 
@@ -90,6 +107,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     skipped: int = 0  # updates with a loss or gradient that was not finite; the other figures leave them out
     reference_s: float = 0.0  # part of `elapsed_s` that the reference model took
     work: Work = Work()
+    critic: CriticFigures | None = None  # None: the algorithm has none
     proof: StepProof | None = None  # None of a learner that a backend brings
 
     @property
@@ -171,6 +189,7 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     skipped: int = 0  # updates of this step with a loss or gradient that was not finite
     by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" steps old; empty: none was trained
     order: OrderFigures = OrderFigures()
+    critic: CriticFigures | None = None  # None: the algorithm has none
 
     @property
     def trained(self) -> bool:

@@ -49,7 +49,10 @@ def test_an_unknown_key_is_answered_with_the_key_that_was_meant(override, meant)
     ("change", "field"),
     [
         ({"stepz": 1}, "stepz=1: unknown key; did you mean steps? docs/config.md lists"),
-        ({"lr": 1e-3}, "lr=0.001: unknown key; did you mean learner.lr? docs/config.md lists"),
+        (
+            {"lr": 1e-3},
+            "lr=0.001: unknown key; did you mean algorithm.critic.lr or learner.lr? docs/config.md lists",
+        ),
         ({"learnr": {}}, "learnr={}: unknown key; did you mean learner? docs"),
         ({"rollout": {"sampling": {"top-k": 5}}}, "key; did you mean rollout.sampling.top_k? docs"),
         ({"rollout": {"engine": {**SGLANG, "tensor_paralel": 2}}}, "did you mean rollout.engine.tensor_parallel?"),

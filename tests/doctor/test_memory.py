@@ -17,12 +17,14 @@ from laminar_lab.doctor.gpu_formula import (
     HEAD_TOKENS,
     _peaks,
     activations,
+    critic_parts,
     host_inputs,
     learner_memory,
     state_parts,
 )
 from laminar_lab.doctor.memory import gpu_memory, host_memory, memory_faults, memory_warnings, shard_advice
 from laminar_lab.model_shape import ModelShape, read_shape
+from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import Accumulate, LearnerConfig, LoraConfig, Recompute, ReduceDtype
 from laminar_py.config.loading import load_config
@@ -533,3 +535,17 @@ def test_the_table_and_the_refusal_are_shown_also_where_there_is_no_gpu(tmp_path
     assert "learner.world_size=2: a GPU of the learner needs 80.9 GB and has 80.0; set it to 3" in output
     assert len(lines) == 1
     assert "a GPU of" not in doctor(*config, "--gpu-gb", "141")[1]
+
+
+def test_a_critic_counts_as_the_states_of_its_parameters(tmp_path):
+    plain, valued = (shipped("7b_24gpu", tmp_path, f"algorithm.name={name}") for name in ("grpo", "ppo"))
+    parts = gpu_memory(valued)[0].parts
+    assert parts.keys() - gpu_memory(plain)[0].parts.keys() == {"critic"}
+    assert parts["critic"] == sum(critic_parts(read_shape(valued.model.path), valued.learner).values())
+    for tied in (False, True):
+        folder = make_model_folder(tmp_path / f"tied-{tied}", tied=tied)
+        learner = make_learner(folder, algorithm=AlgorithmConfig(name="ppo"))
+        counted = 16 * sum(one.numel() for one in learner._critic.model.parameters())
+        shape = read_shape(folder)
+        found = critic_parts(shape, LearnerConfig())["critic"]
+        assert counted - 16 * shape.hidden_size == found, "the head is a row"

@@ -16,7 +16,7 @@ from laminar_py.learner.export import WeightExporter, full_tensors
 from laminar_py.learner.losses.loss import make_loss_inputs, policy_loss, trained_rows
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
-from laminar_py.records.columns import TEACHER_LOGPROBS
+from laminar_py.records.columns import ACTORS, PLACES, TEACHER_LOGPROBS
 from laminar_py.records.pieces import SamplingMask
 from laminar_py.records.trajectory import MicroBatch
 from tests.learner.builders import (
@@ -155,6 +155,9 @@ def test_every_algorithm_takes_a_step(model_folder: Path, name: str):
     if name == "distill":
         teacher = {TEACHER_LOGPROBS: np.full_like(batch.advantages, -1.0)}
         batch = msgspec.structs.replace(batch, columns=teacher)
+    if name == "ppo":
+        places = {PLACES: np.arange(len(batch.labels), dtype=np.int32), ACTORS: np.zeros_like(batch.labels)}
+        batch = msgspec.structs.replace(batch, columns=places)
     before = full_parameters(learner)
     metrics = learner.step([batch])
     assert metrics.grad_norm > 0.0

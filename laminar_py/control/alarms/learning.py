@@ -64,12 +64,18 @@ class StepCheck:
         yield from (
             Alarm("step", "learner", f"step {step}: {fault}; {RESTART.format('batches')}") for fault in faults
         )
+        if metrics.critic is not None and metrics.critic.not_finite:
+            count, words = metrics.critic.not_finite, RESTART.format("critic")
+            yield Alarm(
+                "step", "learner", f"step {step}: the critic's values of {count:,} tokens are not finite; {words}"
+            )
         if proof.still:
             yield Alarm(
                 "optimizer",
                 "learner",
                 f"step {step}: {proof.still[0]} and {len(proof.still) - 1} more have gradients and do not change:"
-                " they are not in the optimizer, or learner.lr is too small for their type",
+                " they are not in the optimizer, or learner.lr (of a critic: algorithm.critic.lr) is too small for"
+                " their type",
             )
         yield from self._updates(metrics, proof, step)
         yield from self._uphill(proof, step)
@@ -158,8 +164,8 @@ class StepCheck:
             )
         elif proof.astray:
             fault = (
-                f"{proof.astray[0]} and {len(proof.astray) - 1} more were not updated as AdamW does by learner.lr,"
-                " betas, weight_decay and grad_clip, or not at all"
+                f"{proof.astray[0]} and {len(proof.astray) - 1} more were not updated as AdamW does by learner.lr"
+                " (of a critic: algorithm.critic.lr), betas, weight_decay and grad_clip, or not at all"
             )
         if fault:
             yield Alarm("optimizer", "learner", f"step {step}: {fault}; {RESTART.format('optimizer')}")
