@@ -24,6 +24,7 @@ from laminar_py.records.events import (
     Finished,
     PartStarted,
     Relayed,
+    Replayed,
     RolledBack,
     RunEnded,
     RunStarted,
@@ -97,42 +98,43 @@ class Check(Protocol):
 
 
 class ConsumptionCheck(Check):
-    """Checks the trajectories that the learner consumed.
+    """Checks the trajectories that the learner consumed or replayed.
 
     A recorded staleness is right by `records.ages` and within the bound in force, and an engine sampled a token. A
     batch is consumed before the next change of the bound, so the bound is the last one on record.
     `VersionPublished` may follow the first consumption of a trajectory with that version.
     """
 
-    event_types = (RunStarted, SettingChanged, Consumed, Stepped, RolledBack, VersionPublished)
+    event_types = (RunStarted, SettingChanged, Consumed, Replayed, Stepped, RolledBack, VersionPublished)
 
     def __init__(self) -> None:
         self._bound: int | None = None
+        self._replay_bound: int | None = None
         self._ages = WeightAges()
-        self._early: dict[
-            int, list[tuple[Consumed, int | None]]
-        ] = {}  # with bound; by version without a record yet
+        # with the bound; by version without a record yet
+        self._early: dict[int, list[tuple[Consumed | Replayed, int | None]]] = {}
 
     def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Check a consumption by the learner."""
+        """Check a consumption or a replay by the learner."""
         if isinstance(event, RunStarted):
-            self._bound = event.max_staleness
+            self._bound, self._replay_bound = event.max_staleness, event.replay_max_age
         elif isinstance(event, SettingChanged) and event.name == BOUND and self._bound is not None:
             self._bound = event.value
         self._ages.record_event(event)
         if isinstance(event, VersionPublished):
             early = self._early.pop(event.version, [])
             return [fault for consumed, bound in early for fault in self._judge(consumed, event.version, bound)]
-        if not isinstance(event, Consumed) or row is None or row.kind is Kind.EVAL:
+        if not isinstance(event, Consumed | Replayed) or row is None or row.kind is Kind.EVAL:
             return []
         if row.oldest_version is None:
             return [Violation(Rule.TRUTH, row.id, "was trained on, but no engine sampled a token of it")]
+        bound = self._replay_bound if isinstance(event, Replayed) else self._bound
         if not self._ages.knows_version(row.oldest_version):
-            self._early.setdefault(row.oldest_version, []).append((event, self._bound))
+            self._early.setdefault(row.oldest_version, []).append((event, bound))
             return []
-        return self._judge(event, row.oldest_version, self._bound)
+        return self._judge(event, row.oldest_version, bound)
 
-    def _judge(self, event: Consumed, oldest: int, bound: int | None) -> list[Violation]:
+    def _judge(self, event: Consumed | Replayed, oldest: int, bound: int | None) -> list[Violation]:
         faults = []
         actual = self._ages.age_of(oldest, after=event.step - 1)
         if event.staleness != actual:
@@ -258,12 +260,13 @@ class VersionCheck(Check):
 
 
 class StepCountCheck(Check):
-    """Checks that a learner step consumed as many trajectories as it says; a rollback resets the count."""
+    """Checks that a learner step consumed and replayed as many trajectories as it says, also after a rollback."""
 
-    event_types = (Stepped, Consumed, Undone, RolledBack)
+    event_types = (Stepped, Consumed, Replayed, Undone, RolledBack)
 
     def __init__(self) -> None:
         self._consumed: Counter[int] = Counter()
+        self._replayed: Counter[int] = Counter()
         self._stated: dict[int, int] = {}
 
     def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
@@ -273,19 +276,24 @@ class StepCountCheck(Check):
                 self._stated[event.step] = event.num_trajectories
             case Consumed() if row is not None and row.kind is Kind.TRAIN:
                 self._consumed[event.step] += 1
+            case Replayed():
+                self._replayed[event.step] += 1
             case Undone():
                 self._consumed[event.step] -= 1
             case RolledBack():
                 self._stated = {step: count for step, count in self._stated.items() if step <= event.step}
+                for step in [step for step in self._replayed if step > event.step]:
+                    del self._replayed[step]
         return []
 
     def end(self) -> list[Violation]:
         """Return the steps whose counts differ."""
         violations = []
-        for step in sorted(self._stated.keys() | self._consumed.keys()):
-            stated, consumed = self._stated.get(step, 0), self._consumed[step]
-            if stated != consumed:
-                message = f"says it used {stated} trajectories, but it consumed {consumed}"
+        for step in sorted(self._stated.keys() | self._consumed.keys() | self._replayed.keys()):
+            stated, consumed, again = self._stated.get(step, 0), self._consumed[step], self._replayed[step]
+            if stated != consumed + again:
+                replayed = f" and replayed {again}" if again else ""
+                message = f"says it used {stated} trajectories, but it consumed {consumed}{replayed}"
                 violations.append(Violation(Rule.CONSUMPTION, f"step {step}", message))
         return violations
 

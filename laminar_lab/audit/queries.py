@@ -56,14 +56,12 @@ def accounting(run: Path) -> Accounting:
         return read_accounting(connection)
 
 
-def staleness_histogram(run: Path) -> dict[int, int]:
-    """Return the number of consumed trajectories by staleness, lowest first."""
+def staleness_histogram(run: Path, *, replayed: bool = False) -> dict[int, int]:
+    """Return the number of consumed trajectories, or of replays, by staleness, lowest first."""
+    rows = "replay WHERE NOT undone" if replayed else "trajectory WHERE status = 'consumed' AND kind = 'train'"
     with reading(run) as connection:
-        rows = connection.execute(
-            "SELECT staleness, count(*) FROM trajectory WHERE status = 'consumed' AND kind = 'train'"
-            " GROUP BY staleness ORDER BY staleness"
-        )
-        return dict(rows.fetchall())
+        query = f"SELECT staleness, count(*) FROM {rows} GROUP BY staleness ORDER BY staleness"
+        return dict(connection.execute(query).fetchall())
 
 
 def setting_changes(run: Path) -> list[SettingChanged]:

@@ -50,6 +50,17 @@ def _note_trajectories(report: RunReport) -> str:
     return f"{used:,} consumed + {dropped:,} dropped + {len(train) - used - dropped:,} {left}"
 
 
+def _note_replays(report: RunReport) -> str:
+    replayed, consumed = report.replayed, report.staleness
+    if replayed is None:
+        return ""
+    again = sum(replayed.counts.values())
+    share = again / (again + (0 if consumed is None else sum(consumed.counts.values())))
+    return (
+        f"{share:.0%} of the trained trajectories; {replayed.mean:.1f} learner steps old, {replayed.max} at most"
+    )
+
+
 def _note_turns(report: RunReport) -> str:
     train, turns = report.snapshot.trajectories, _turns_of(report)
     known = ~np.isnan(train.environment_s)
@@ -145,6 +156,11 @@ FIGURES = (
         value=lambda r: None if r.staleness is None else r.staleness.mean,
         format="{:.2f}".format,
         note=lambda r: "" if r.staleness is None else f"learner steps, the mean; {r.staleness.max} at most",
+    ),
+    Figure(
+        name="replayed",
+        value=lambda r: None if r.replayed is None else sum(r.replayed.counts.values()),
+        note=_note_replays,
     ),
 )
 

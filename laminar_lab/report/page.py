@@ -36,7 +36,7 @@ from laminar_lab.report.tails import (
 )
 from laminar_lab.report.tokens import TOKEN_COLUMNS, token_cells
 from laminar_lab.report.trace import keep_evenly, occupancy, write_beside
-from laminar_lab.report.trajectories import Times, Trajectories
+from laminar_lab.report.trajectories import Ints, Times, Trajectories
 from laminar_py.config.loading import dump_config
 from laminar_py.records.events import SettingChanged
 from laminar_py.records.host import counted
@@ -98,7 +98,7 @@ def make_page(report: RunReport) -> Page:
             timeline_panel(snapshot),
             lengths,
             latencies,
-            staleness_panel(train),
+            staleness_panel(train, snapshot.replays),
             tokens_panel(report),
             curves_panel(snapshot),
             rewards_panel(snapshot),
@@ -252,13 +252,19 @@ def _histogram(measure: Measure, values: Times) -> Chart:
     return Chart(name=name, x=title, y="trajectories", series=[series], marks=marks, log=log)
 
 
-def staleness_panel(train: Trajectories) -> Panel:
-    """Return the panel of consumed trajectories by step, or by several steps, and staleness."""
+def staleness_panel(train: Trajectories, replays: Ints) -> Panel:
+    """Return the panel of consumed and of replayed trajectories by step, or by several steps, and staleness."""
     consumed = train.is_status(Status.CONSUMED)
-    step, staleness = train.step[consumed], train.staleness[consumed]
+    charts = [_staleness_chart("consumed", train.step[consumed], train.staleness[consumed])]
+    if len(replays):
+        charts.append(_staleness_chart("replayed", replays[:, 0], replays[:, 1]))
+    return Panel(id="staleness", title="Staleness", charts=charts)
+
+
+def _staleness_chart(name: str, step: Ints, staleness: Ints) -> Chart:
+    """Return the chart of trajectories with [N] step and staleness."""
     if not len(step):
-        empty = Chart(x="step", y="staleness", is_empty=True)
-        return Panel(id="staleness", title="Staleness", charts=[empty])
+        return Chart(x="step", y="staleness", is_empty=True)
     first, last, oldest = int(step.min()), int(step.max()), int(staleness.max())
     per_column = -(-(last - first + 1) // MOST_COLUMNS)
     columns = (step - first) // per_column
@@ -267,7 +273,7 @@ def staleness_panel(train: Trajectories) -> Panel:
     starts = [float(first + column * per_column) for column in range(counts.shape[1])]
     heat = Heat(name="trajectories", x=starts, y=list(range(oldest + 1)), z=counts.tolist())
     title = f"step (a column is {per_column})" if per_column > 1 else "step"
-    return Panel(id="staleness", title="Staleness", charts=[Chart(x=title, y="learner steps old", heat=heat)])
+    return Chart(name=name, x=title, y="learner steps old", heat=heat)
 
 
 def curves_panel(snapshot: Snapshot) -> Panel:

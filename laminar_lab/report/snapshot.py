@@ -312,6 +312,7 @@ class Snapshot:
     residences: Residences  # of all trajectories; open residences end at `end_s`
     history: History
     recomputed: int  # tokens prefilled again after a move or new weights
+    replays: Ints  # [replays, 2] step and staleness of each, without undone ones
     samples: Samples
 
     @cached_property
@@ -368,8 +369,15 @@ def read_snapshot(run: Path) -> Snapshot:
             residences=read_residences(connection, times).until(end_s).with_environments(trajectories),
             history=history,
             recomputed=_read_recomputed(connection),
+            replays=_read_replays(connection),
             samples=read_samples(folder),
         )
+
+
+def _read_replays(connection: sqlite3.Connection) -> Ints:
+    """Read [replays, 2] step and staleness of each replayed training trajectory."""
+    rows = connection.execute("SELECT step, staleness FROM replay WHERE NOT undone ORDER BY seq").fetchall()
+    return np.array(rows, np.int32).reshape(-1, 2)
 
 
 def _read_recomputed(connection: sqlite3.Connection) -> int:

@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from laminar_lab.emulation.settings import LearnerTimes, emulation_of
 from laminar_lab.simulate.record import INCARNATION, ObservedRecorder
 from laminar_lab.simulate.weights import ModelledWeights, weights_digest
@@ -23,7 +25,7 @@ from laminar_py.control import (
     step_events,
 )
 from laminar_py.learner.packing import bundle_size
-from laminar_py.observe import Stats
+from laminar_py.observe import Stats, replay_figures
 from laminar_py.records import StepRow
 from laminar_py.records.events import VersionPublished
 from laminar_py.records.metrics import StepMetrics, Work
@@ -55,7 +57,7 @@ class SimulatedLearner:
         self._attention_share = times.attention_share
         self._stall_s = times.publish_s / self._emulation.compression
         # a baseline of `experiments/paper/baselines.py` takes a part of a step at once
-        self._groups_at_once = config.rollout.prompts_per_step
+        self._groups_at_once = config.fresh_groups
         self.step, self.version = 0, -1
         solved = self._emulation.simulation.solved
         self._refill = RefillWatch(
@@ -119,12 +121,13 @@ class SimulatedLearner:
             step=self.step,
             version=batch.version,
             batch=batch.trajectories,
-            staleness=batch.staleness,
+            staleness=batch.staleness[: batch.num_fresh],
             metrics=metrics,
             generated_tokens=scheduler.state.generated_tokens,
             versions_alive=scheduler.state.versions_alive(),
             stall_s=self._stall_s if publishes else 0.0,
         )
+        row = msgspec.structs.replace(row, replay=replay_figures(batch.staleness[batch.num_fresh :]))
         with self._recorder.together():
             await scheduler.consumption.commit(batch, self.step)
             for event in step_events(row, batch, incarnation=INCARNATION, skipped=0):

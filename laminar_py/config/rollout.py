@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from laminar_py.config.engine import AnyEngineConfig, EngineConfig
 from laminar_py.config.registry import Registry
+from laminar_py.config.replay import ReplayConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section, Share
 from laminar_py.config.steering import StalenessControl
 from laminar_py.records.engine import SamplingParams
@@ -78,6 +79,8 @@ class BufferConfig(Section):
     capacity: Count | None = None
     """Most live trajectories (running, being scored, ready, in the learner); at this number no prompt is admitted.
     Default: 4 learner steps and one batch for each replica."""
+    replay: ReplayConfig = ReplayConfig()
+    """Replay: steps train on earlier groups again."""
 
 
 def check_buffer(capacity: int, trajectories_per_step: int) -> None:

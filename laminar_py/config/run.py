@@ -31,6 +31,7 @@ from laminar_py.config.engine import BACKENDS
 from laminar_py.config.environment import AnyEnvironmentConfig, check_environment
 from laminar_py.config.evaluation import EvalConfig, check_evaluation
 from laminar_py.config.learner import LearnerConfig, PackerConfig, check_lora, check_microbatches
+from laminar_py.config.replay import check_replay
 from laminar_py.config.reward import RewardConfig, check_sets
 from laminar_py.config.rollout import (
     NO_PLANNER,
@@ -114,6 +115,11 @@ class RunConfig(Section):
         check_overlong(algorithm, rollout.sampling)
         check_microbatches(self.packer, self.learner, rollout, staged=bool(algorithm.computing_stages))
         check_buffer(self.capacity, self.trajectories_per_step)
+        check_replay(
+            self.buffer.replay,
+            prompts_per_step=rollout.prompts_per_step,
+            staged_reference=algorithm.reference_in_own_process,
+        )
         check_reference(algorithm, random_start=random_start)
         check_teaching(algorithm, rollout, self.reward)
         check_lora(self.learner.lora, random_start=random_start)
@@ -202,6 +208,12 @@ class RunConfig(Section):
     def trajectories_per_step(self) -> int:
         """Trajectories of a learner step: groups times samples of each."""
         return self.rollout.prompts_per_step * self.rollout.group_size
+
+    @property
+    def fresh_groups(self) -> int:
+        """Groups of a learner step without replayed ones."""
+        groups = self.rollout.prompts_per_step
+        return groups - self.buffer.replay.groups_of(groups)
 
     @property
     def capacity(self) -> int:

@@ -419,6 +419,7 @@ class Incoming:
         salvaged_by_id = {item.trajectory_id: item for item in salvaged}
         state.next_prompt, state.ages = recovered.next_prompt, recovered.ages
         state.refilled, state.rewards = list(recovered.refilled), recovered.rewards
+        self._consumption.restore_pool(recovered.consumed)
         self._evaluations.next_index = max(self._evaluations.next_index, recovered.next_evaluation)
         for trajectory in recovered.live:
             state.recorder.machine.adopt(trajectory)

@@ -48,18 +48,17 @@ class UpdateProver:
     def mark(self, adamw: torch.optim.AdamW) -> None:
         """Remember, before an update, one value of each tensor with its moments: where the gradient is largest
         among `SPREAD`."""
-        gradients = [None if item.grad is None else _spread(item.grad) for _, item in self._trained]
-        self._places = [  # [1] each; None where this rank has no gradient
-            None if one is None or not one.numel() else one.abs().argmax(dim=0, keepdim=True) for one in gradients
-        ]
-        self._slopes = self._values(gradients)
-        self._before = self._values([_spread(item) for _, item in self._trained])
+        found = [_largest(item.grad) for _, item in self._trained]
+        held = [place for place in found if place is not None]
+        places = iter(torch.stack(held).tolist() if held else ())
+        self._places = [None if place is None else next(places) for place in found]
+        self._slopes = self._values([item.grad for _, item in self._trained])
+        self._before = self._values([item for _, item in self._trained])
         states = [adamw.state.get(item, {}) for _, item in self._trained]
-        first, second = (
-            self._values([_spread(state[name]) if name in state else None for state in states])
-            for name in ("exp_avg", "exp_avg_sq")
+        self._moments = (
+            self._values([state.get("exp_avg") for state in states]),
+            self._values([state.get("exp_avg_sq") for state in states]),
         )
-        self._moments = (first, second)
 
     def check_moved(self, *, lr: float, norm: float, updates: int) -> None:
         """Count, after an update with rate `lr` that was not skipped, which tensors moved, and which uphill.
@@ -68,7 +67,7 @@ class UpdateProver:
         `norm` in the run's update number `updates`. A value so large that fp32 may not show an update of `lr` does
         not count as still. Collective.
         """
-        after = self._values([_spread(item) for _, item in self._trained])
+        after = self._values([item for _, item in self._trained])
         by = after - self._before
         has_gradient = (self._slopes != 0).float()
         could_move = has_gradient * (self._before.abs() * VISIBLE < lr)
@@ -86,14 +85,14 @@ class UpdateProver:
         stood = (counts[0] > 0) & (counts[1] == 0)
         self._still = torch.where(stood, self._still + 1, torch.where(counts[1] > 0, 0, self._still))
 
-    def _values(self, spread: Sequence[Tensor | None]) -> Tensor:
+    def _values(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """[tensors] values at the marked places, which may be on the host; 0 where this rank has no part."""
         found = [
-            None if one is None or place is None else one.take(place).float()
-            for one, place in zip(spread, self._places, strict=True)
+            None if one is None or place is None else local_part(one.detach()).view(-1)[place]
+            for one, place in zip(tensors, self._places, strict=True)
         ]
-        zero = torch.zeros(1, device=next((one.device for one in found if one is not None), self._ranks.device))
-        return torch.cat([zero if one is None else one for one in found]).to(self._ranks.device)
+        zero = torch.zeros((), device=next((one.device for one in found if one is not None), self._ranks.device))
+        return torch.stack([zero if one is None else one.float() for one in found]).to(self._ranks.device)
 
     @property
     def moved(self) -> tuple[int, int]:
@@ -166,7 +165,10 @@ def final_scale(model: PreTrainedModel) -> nn.Parameter | None:
     return scale  # type: ignore[no-any-return]
 
 
-def _spread(tensor: Tensor) -> Tensor:
-    """Up to `SPREAD` values of this rank's part of a tensor, at even distances."""
-    flat = local_part(tensor).detach().flatten()
-    return flat[:: len(flat) // SPREAD + 1]
+def _largest(gradient: Tensor | None) -> Tensor | None:
+    """Place of the largest among `SPREAD` values of this rank's part of a gradient, at even distances; None
+    without a part."""
+    if gradient is None or not (values := local_part(gradient.detach()).view(-1)).numel():
+        return None
+    stride = len(values) // SPREAD + 1
+    return values[::stride].abs().argmax() * stride

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from laminar_py.ledger.seal import seal_run as seal_run
     from laminar_py.ledger.trajectory import LiveTrajectory as LiveTrajectory
     from laminar_py.ledger.trajectory import issued as issued
+    from laminar_py.ledger.trajectory import live_rows as live_rows
     from laminar_py.ledger.writer import SIDE_TABLES as SIDE_TABLES
     from laminar_py.ledger.writer import Stamped as Stamped
     from laminar_py.ledger.writer import apply_to_tables as apply_to_tables

@@ -15,7 +15,7 @@ from typing import Any
 
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.host import Clock
-from laminar_py.records.metrics import FleetRow, StepMetrics, StepRow, TurnFigures
+from laminar_py.records.metrics import FleetRow, ReplayFigures, StepMetrics, StepRow, TurnFigures
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import GroupRewards, TermValue
 from laminar_py.records.spans import num_sampled
@@ -343,6 +343,15 @@ def turn_figures(found: Sequence[tuple[int, float]]) -> TurnFigures:
     p50, p95 = (seconds[math.ceil(q * len(seconds)) - 1] for q in (0.50, 0.95))
     mean = sum(turns for turns, _ in found) / len(found)
     return TurnFigures(mean=mean, environment_p50_s=p50, environment_p95_s=p95)
+
+
+def replay_figures(staleness: Sequence[int]) -> ReplayFigures:
+    """Return the figures of replayed trajectories with these ages in learner steps."""
+    if not staleness:
+        return ReplayFigures()
+    return ReplayFigures(
+        trajectories=len(staleness), staleness_mean=_mean(staleness), staleness_max=max(staleness)
+    )
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -41,9 +41,10 @@ class Source(StrEnum):
     CRITIC = "critic"  # the value model computes it at the start of a step
 
 
+MODEL_COLUMNS = {Source.REFERENCE: REFERENCE_LOGPROBS, Source.TEACHER: TEACHER_LOGPROBS}
+"""The column of each frozen model: log-probabilities of response tokens."""
 COMPUTED = {  # by source: the names of the columns that it gives
-    Source.REFERENCE: (REFERENCE_LOGPROBS,),
-    Source.TEACHER: (TEACHER_LOGPROBS,),
+    **{source: (name,) for source, name in MODEL_COLUMNS.items()},
     Source.PACKER: (PLACES, ACTORS),
     Source.CRITIC: (VALUES, VALUE_TARGETS),
 }

@@ -37,6 +37,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     simulated: bool = False  # a simulation: tokens are only counted, times are of a virtual clock
     overrides: tuple[str, ...] = ()  # settings that a resume changed, e.g. ("steps=8",)
     command_s: float | None = None  # seconds since its process started; None: not known
+    replay_max_age: int | None = None  # bound on the staleness of replayed trajectories; None: no replay
 
 
 class RunEnded(Event, frozen=True):
@@ -234,6 +235,19 @@ class Consumed(Event, frozen=True, kw_only=True):
     weight: float  # factor on the trajectory's loss
 
 
+class Replayed(Event, frozen=True, kw_only=True):
+    """The learner trained on a trajectory again that an earlier step consumed; a `RolledBack` undoes that, too.
+
+    E.g. `Replayed(trajectory_id="g3.1", step=12, version=11, staleness=5, weight=1.0)`.
+    """
+
+    trajectory_id: str
+    step: int
+    version: int  # of the learner before the step
+    staleness: int
+    weight: float  # factor on the trajectory's loss
+
+
 class Undone(Event, frozen=True):
     """A rollback undid the step that consumed a trajectory, which is READY again, e.g. `Undone("g3.1", 9)`."""
 
@@ -345,14 +359,15 @@ class LearnerLoaded(Event, frozen=True):
 
 
 class Stepped(Event, frozen=True, kw_only=True):
-    """The learner made a step. The ledger commits this event together with the step's `Consumed` events.
+    """The learner made a step. The ledger commits this event together with the step's `Consumed` and `Replayed`
+    events.
 
     E.g. `Stepped(step=9, incarnation=1, num_trajectories=256, num_tokens=80_000, loss=0.1, grad_norm=0.4, ...)`.
     """
 
     step: int
     incarnation: int
-    num_trajectories: int
+    num_trajectories: int  # replayed ones included
     num_tokens: int
     loss: float | None  # None: the step trained nothing
     grad_norm: float | None  # None: the same
@@ -457,6 +472,7 @@ AnyEvent = (
     | Scored
     | Ready
     | Consumed
+    | Replayed
     | Undone
     | Dropped
     | VersionPublished

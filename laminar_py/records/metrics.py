@@ -143,6 +143,14 @@ class TurnFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     environment_p95_s: float = 0.0
 
 
+class ReplayFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Replayed trajectories of a step, e.g. `ReplayFigures(trajectories=9, staleness_mean=5.5)`."""
+
+    trajectories: int = 0
+    staleness_mean: float = 0.0  # learner steps since the oldest weights in each
+    staleness_max: int = 0
+
+
 class StepRow(TokenFigures, frozen=True, kw_only=True):
     """Line of `metrics.jsonl` for one step, e.g. `StepRow(step=9, version=9, rl_s=81.0, reward=0.4, ...)`.
 
@@ -159,10 +167,10 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     reward_std: float = nan  # standard deviation within a group, mean over groups closed since the last step
     frac_reward_zero_std: float = nan  # share of these groups whose rewards are all equal
     clipped_ratio: float = nan  # share of trajectories scored since the last step that a cap ended
-    trajectories: int  # of this step
+    trajectories: int  # of this step, replayed ones included
     trained_tokens: int  # of responses, sum so far
     generated_tokens: int  # sum so far
-    staleness_mean: float  # over the step's trajectories; NaN without any
+    staleness_mean: float  # over the step's trajectories without replayed ones; NaN without any
     staleness_max: int | None = None  # None without any
     length_p50: int | None = None  # tokens of responses scored since the last step; None without any
     length_p95: int | None = None
@@ -190,6 +198,7 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" steps old; empty: none was trained
     order: OrderFigures = OrderFigures()
     critic: CriticFigures | None = None  # None: the algorithm has none
+    replay: ReplayFigures = ReplayFigures()
 
     @property
     def trained(self) -> bool:

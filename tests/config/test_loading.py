@@ -77,6 +77,27 @@ def test_an_unknown_key_is_answered_with_the_key_that_was_meant(override, meant)
         ({"rollout": {"max_len": 512, "sampling": {"max_new_tokens": 512}}}, "leaves no room for a prompt"),
         ({"packer": {"max_tokens": 100}}, "packer.max_tokens=100 is below rollout.max_len"),
         ({"buffer": {"capacity": 10}}, "buffer.capacity=10 is below one learner step"),
+        ({"buffer": {"replay": {"share": 0.01}}}, "less than one group; raise share to at least 0.0312"),
+        ({"buffer": {"replay": {"share": 1.0}}}, "buffer.replay.share=1.0: input should be less than 1"),
+        (
+            {"buffer": {"replay": {"share": 0.5, "capacity": 8}}},
+            "buffer.replay.capacity=8: buffer.replay.share=0.5 replays 16 groups a step",
+        ),
+        (
+            {"buffer": {"replay": {"share": 0.9}}},
+            "buffer.replay.most=4: buffer.replay.share=0.9 replays each group 7 times on average; raise most to",
+        ),
+        (
+            {"buffer": {"replay": {"share": 0.9, "most": 20, "max_age": 2}}},
+            "buffer.replay.max_age=2: buffer.replay.share=0.9 replays each group 7 times",
+        ),
+        (
+            {
+                "buffer": {"replay": {"share": 0.5}},
+                "algorithm": {"kl_coef": 0.1, "reference_pass": "stage"},
+            },
+            "algorithm.reference_pass=stage: with buffer.replay.share=0.5 a resumed run would lack",
+        ),
         ({"staleness": {"policies": ["drop", "reweight"]}}, "staleness.policies=drop,reweight: only one"),
         ({"staleness": {"max_staleness": 1}, "learner": {"publish_every": 3}}, "set it to at least 2"),
         ({"rollout": {"engine": {"urls": ["http://a"]}}}, "unknown key; set rollout.engine.kind=sglang"),

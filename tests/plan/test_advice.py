@@ -111,6 +111,18 @@ def test_more_in_flight_shortens_environments_where_they_are_the_wall_and_genera
     assert what_if_set(step, Bottleneck.GENERATION, more) == pytest.approx(10.0 - 2.0 / 2)
 
 
+def test_what_replay_and_trajectory_balance_refuse_is_not_advised():
+    balance = ("algorithm={name: tba}", "rollout.without_signal=train")
+    step = replace(mean_step_of(learner_s=9.8), reference_in_learner=True, reference_s=5.0)
+    assert "algorithm.reference_pass" in [one.key for one in advised(step, *balance).remedies]
+    found = advised(step, *balance, "buffer.replay.share=0.5").remedies
+    assert "algorithm.reference_pass" not in [one.key for one in found]
+    config = load_config(CONFIG, [*balance])
+    late = [one.key for one in remedies(Bottleneck.FRESHNESS, config, step)]
+    assert late
+    assert "algorithm.correction" not in late
+
+
 def test_a_reference_pass_inside_the_learner_is_moved_out_of_it():
     inside = replace(mean_step_of(learner_s=9.8), reference_in_learner=True, reference_s=5.0)
     found = advised(inside, "algorithm.kl_coef=0.01")

@@ -219,7 +219,7 @@ class Controller:
     def __init__(self, start: RunStart, *, view: View, source: EvalSource | None = None) -> None:
         config, run = start.config, start.run
         continues = start.resumed and run.has_ledger
-        self._recovered: Recovered | None = recover(run.path, exists=run.has) if continues else None
+        self._recovered = recover(run.path, exists=run.has, kept=config.buffer.replay.kept) if continues else None
         self._evaluations = read_evaluations(run.ledger) if continues else []
         check_scored(self._recovered.live if self._recovered else (), config.algorithm)
         self._incarnation = incarnation = open_incarnation(start, recovered=self._recovered)

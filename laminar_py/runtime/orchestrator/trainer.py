@@ -19,7 +19,7 @@ from laminar_py.control.state import Phase
 from laminar_py.control.steps import RefillWatch, pack_step, step_events
 from laminar_py.learner.packing.packer import Packed
 from laminar_py.ledger.row_files import append_row, open_rows
-from laminar_py.observe.stats import read_totals
+from laminar_py.observe.stats import read_totals, replay_figures
 from laminar_py.records.events import LearnerLoaded, RolledBack
 from laminar_py.records.metrics import StepMetrics, StepRow
 from laminar_py.records.trajectory import TrajectoryRef
@@ -194,7 +194,7 @@ class Trainer:
         ends_after_batch = self._config.schedule is Schedule.SYNC
         awaited = f"step {self.step + 1}" if ends_after_batch else f"the checkpoint of step {self.step}"
         SIGNALS.enter(awaited, self._cost_of_end)
-        groups, limit = self._config.rollout.prompts_per_step, self._config.max_rl_seconds
+        groups, limit = self._config.fresh_groups, self._config.max_rl_seconds
         work = leased_batch(self._lease, self._scheduler, groups=groups, version=self.version, step=self.step)
         take = asyncio.create_task(work, name="next-batch")
         stop = asyncio.create_task(self._pause_on_stop(), name="stop")
@@ -285,13 +285,14 @@ class Trainer:
             step=self.step,
             version=batch.version,
             batch=batch.trajectories,
-            staleness=batch.staleness,
+            staleness=batch.staleness[: batch.num_fresh],
             metrics=outcome.metrics if outcome else None,
             generated_tokens=self._scheduler.state.generated_tokens,
             versions_alive=self._scheduler.state.versions_alive(),
             stall_s=outcome.stall_s if outcome else 0.0,
         )
-        row = msgspec.structs.replace(row, order=self._stream.figures)
+        replay = replay_figures(batch.staleness[batch.num_fresh :])
+        row = msgspec.structs.replace(row, order=self._stream.figures, replay=replay)
         await finish_despite_cancel(self._record(batch, row, outcome))
         with open_rows(self._run.metrics) as file:
             append_row(file, row)
