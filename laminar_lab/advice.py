@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from laminar_lab.plan.placements import MOST_RUNNING, RESERVE_SHARE
 from laminar_lab.report.diagnosis import WORTH, Bottleneck, Diagnosis, describe_cost, without_bottleneck
 from laminar_lab.report.mean_step import MeanStep, StageTimes, StepStage, compose, predict
-from laminar_py.config.algorithm import Correction, ReferencePass
+from laminar_py.config.algorithm import Correction, Objective, ReferencePass
 from laminar_py.config.cluster import Device
 from laminar_py.config.learner import Recompute
 from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StalePolicy, WithoutSignal
@@ -221,11 +221,26 @@ def _idle_cores(config: RunConfig, step: MeanStep) -> int:
     return int(step.use.cores * (1 - step.use.cpu))
 
 
+def _may_stage(config: RunConfig) -> bool:
+    """Whether the reference pass is the learner's and may be a stage, which replay does not allow."""
+    return config.algorithm.reference_pass is ReferencePass.LEARNER and not config.buffer.replay.share
+
+
+def _may_correct(config: RunConfig) -> bool:
+    """Whether the loss has no correction for older weights and may have one; trajectory balance needs none."""
+    algorithm = config.algorithm
+    return algorithm.correction is Correction.NONE and algorithm.objective is not Objective.BALANCE
+
+
 def _reference(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
-    """Yield a reference pass outside of the learner, then none."""
-    if config.algorithm.reference_pass is ReferencePass.LEARNER:
+    """Yield a reference pass outside of the learner, then none; for a teacher, a server or a smaller one."""
+    algorithm = config.algorithm
+    if algorithm.has_reference and _may_stage(config):
         yield Remedy("algorithm.reference_pass", "learner -> stage", "it runs beside scoring, off the learner")
-    yield Remedy("algorithm.kl_coef", f"{config.algorithm.kl_coef:g} -> 0", "without a KL term there is no pass")
+    if algorithm.has_reference:
+        yield Remedy("algorithm.kl_coef", f"{algorithm.kl_coef:g} -> 0", "without a KL term there is no pass")
+    if algorithm.teacher is not None:
+        yield Remedy("algorithm.teacher", f"{algorithm.teacher} -> a smaller one", "a shorter pass")
 
 
 def _learner(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
@@ -236,7 +251,11 @@ def _learner(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
         change = f"{config.learner_ranks} -> {2 * config.learner_ranks}"
         yield Remedy("rollout.engine.learner_devices", change, "a step divides by it")
         return
-    if step.reference_in_learner and step.reference_s > REFERENCE_SHARE * step.times.learner_s:
+    if (
+        step.reference_in_learner
+        and _may_stage(config)
+        and step.reference_s > REFERENCE_SHARE * step.times.learner_s
+    ):
         yield Remedy("algorithm.reference_pass", "learner -> stage", f"{step.reference_s:.2f} s of its step")
     if algorithm.updates_per_step > 1:
         yield Remedy("algorithm.updates_per_step", f"{algorithm.updates_per_step} -> 1", "fewer optimizer steps")
@@ -312,7 +331,7 @@ def _freshness(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     if bound is not None:
         why = f"useful staleness ends at about 4 to {WIDEST_BOUND}"
         yield from _wider_bound(config, step, more=max(2, bound), why=why)
-        if config.algorithm.correction is Correction.NONE:
+        if _may_correct(config):
             why = "corrects for what older weights drew; or algorithm.name=decoupled_ppo"
             yield Remedy("algorithm.correction", "none -> tis", why)
         if step.stale_share > 0 and StalePolicy.DROP in config.staleness.policies:
@@ -345,7 +364,7 @@ def _stale_data(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
         yield Remedy("learner.publish_every", f"{every} -> {rarest}", f"{why}; the narrower bound needs it")
     if bound is None or narrower < bound:
         yield Remedy("staleness.max_staleness", f"{'none' if bound is None else bound} -> {narrower}", why)
-    if config.algorithm.correction is Correction.NONE:
+    if _may_correct(config):
         yield Remedy("algorithm.correction", "none -> tis", "corrects for what older weights drew")
     yield from _smaller_batches(config)
     change = f"{config.learner.lr:g} -> {config.learner.lr / 2:g}"

@@ -1,16 +1,15 @@
-"""Runs side by side: how soon each reaches a common level, and its results at equal device-hours.
+"""Runs side by side: which config is better at equal costs, and how soon each run reaches a common level.
 
-`laminar compare` prints the tables: what differs in the configs, held-out sets, quality over costs, speed. They
-compare evaluations of the first set where every run has two or more,
-else the reward in training. A run has reached a level at its first point at or above it; no value between two
-evaluations is interpolated. Runs whose configs differ only in their seeds share a row in the table of sets.
+`laminar compare` prints what differs in the configs, verdicts (`verdicts.py`), and tables of held-out sets, of
+costs until a level, and of speed. They compare evaluations of the first set where every run has two or more, else
+the reward in training. A run has reached a level at its first point at or above it. Runs whose configs differ only
+in their seeds are one group.
 """
 
 import json
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -26,24 +25,25 @@ from laminar_lab.curves import (
     evaluation_curves,
     format_mean,
     read_fleet_sizes,
+    read_problem_rewards,
     reward_curve,
 )
 from laminar_lab.report.figures import FIGURES
 from laminar_lab.report.run_report import RunReport, read_report
 from laminar_lab.report.tails import NAMES, Measure, format_seconds
 from laminar_lab.report.terminal import make_table
+from laminar_lab.verdicts import CONFOUNDED, DEVICE_HOURS, OWN, Pair, SeedCurve, Seeds, judge, value_at
 from laminar_py.config.loading import flatten
 from laminar_py.config.run import RunConfig
 from laminar_py.records.evaluations import SetFigures
 
-OWN = ("name", "runs", "tracking.", "warm_start.cache")  # settings that say nothing about how a run learns
 MOST_DIFFERENCES = 24  # settings in the table of differences
 MOST_SETTING = 30  # columns of a setting
 PADDING = 2  # between columns of a table
 _STAGES = (0.25, 0.5, 0.75, 1.0)  # of the way from the best start to the worst end
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ComparedRun:
     """A run with its report and its curves."""
 
@@ -51,6 +51,7 @@ class ComparedRun:
     config: RunConfig
     by_set: dict[str, list[Point]]  # evaluations, the first set first
     reward: list[Point]  # in training
+    answers: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # mean rewards by pass and problem
 
     @cached_property
     def evaluated(self) -> list[Point]:
@@ -69,8 +70,13 @@ def read_run(run: Path) -> ComparedRun:
     config = report.snapshot.config
     assert config is not None, "a report has a config"
     steps, sizes = report.snapshot.samples.steps, read_fleet_sizes(run)
-    by_set = evaluation_curves(config, report.snapshot.history.evaluations, steps, sizes)
-    return ComparedRun(report, config, by_set, reward_curve(config, steps, sizes))
+    return ComparedRun(
+        report=report,
+        config=config,
+        by_set=evaluation_curves(config, report.snapshot.history.evaluations, steps, sizes),
+        reward=reward_curve(config, steps, sizes),
+        answers=read_problem_rewards(run),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +97,18 @@ class SeedGroup:
 
     runs: tuple[int, ...]  # places among the compared runs
     at_end: dict[str, tuple[float, ...]]  # of each run with a result
-    at_equal: dict[str, tuple[float, ...]]  # of each run with a result by then
+    at_equal: dict[str, tuple[float, ...]]  # of each run with a result by then, as `value_at`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Figures of several runs; a tuple has one entry for each run, in their order."""
+    """Figures of several runs."""
 
     measure: str  # "accuracy", "mean reward" of an evaluation, or "reward" in training
     reached: tuple[Reached, ...]
     device_hours: float  # of the run with the fewest
-    at_equal: tuple[Point | None, ...]  # the last point within `device_hours`
-    reward_at_equal: tuple[Point | None, ...]  # in training
     groups: tuple[SeedGroup, ...]  # in the order of their first runs
+    pairs: tuple[Pair, ...]  # of groups
 
 
 def compare(runs: Sequence[ComparedRun]) -> Comparison:
@@ -113,15 +118,18 @@ def compare(runs: Sequence[ComparedRun]) -> Comparison:
     points = [point for run in runs for point in run.evaluated]
     is_accuracy = all(point.figures is None or point.figures.is_accuracy for point in points)
     budget = min(run.device_hours for run in runs)
+    groups = _group_by_seed(runs, budget)
     return Comparison(
         measure="reward" if not evaluated else "accuracy" if is_accuracy else "mean reward",
         reached=tuple(
             Reached(level, tuple(_first_at(curve, level) for curve in curves)) for level in _levels(curves)
         ),
         device_hours=budget,
-        at_equal=tuple(_last_within(curve, budget) for curve in curves),
-        reward_at_equal=tuple(_last_within(run.reward, budget) for run in runs),
-        groups=_group_by_seed(runs, budget),
+        groups=groups,
+        pairs=judge(
+            [runs[group.runs[0]].config for group in groups],
+            [seed_curves(runs, group, curves) for group in groups],
+        ),
     )
 
 
@@ -138,13 +146,25 @@ def _group_by_seed(runs: Sequence[ComparedRun], budget: float) -> tuple[SeedGrou
         curves = [{"reward in training": run.reward} for run in runs]
     sets = list(dict.fromkeys(name for by_set in curves for name in by_set))
 
-    def results(group: Sequence[int], most: float) -> dict[str, tuple[float, ...]]:
-        found = {name: [_last_within(curves[place].get(name, ()), most) for place in group] for name in sets}
-        return {name: tuple(point.value for point in points if point) for name, points in found.items()}
+    def results(
+        group: Sequence[int], value: Callable[[Sequence[Point]], float | None]
+    ) -> dict[str, tuple[float, ...]]:
+        found = {name: [value(curves[place].get(name, ())) for place in group] for name in sets}
+        return {name: tuple(it for it in values if it is not None) for name, values in found.items()}
 
     return tuple(
-        SeedGroup(tuple(group), results(group, math.inf), results(group, budget)) for group in places.values()
+        SeedGroup(
+            tuple(group),
+            results(group, lambda points: points[-1].value if points else None),
+            results(group, lambda points: value_at(points, DEVICE_HOURS, budget)),
+        )
+        for group in places.values()
     )
+
+
+def seed_curves(runs: Sequence[ComparedRun], group: SeedGroup, curves: Sequence[Sequence[Point]]) -> Seeds:
+    """Return the curves of a group by seed, from one curve of each run."""
+    return {runs[it].config.seed: SeedCurve(curves[it], runs[it].answers) for it in group.runs}
 
 
 def _config_without_seed(config: RunConfig) -> str:
@@ -173,11 +193,6 @@ def _first_at(curve: Sequence[Point], level: float) -> Point | None:
     return next((point for point in curve if point.value >= level - 1e-9), None)
 
 
-def _last_within(curve: Sequence[Point], device_hours: float) -> Point | None:
-    inside = [point for point in curve if point.device_hours <= device_hours * (1 + 1e-9)]
-    return inside[-1] if inside else None
-
-
 # ---- tables
 
 
@@ -193,24 +208,22 @@ class CompareRow:
 def comparison_tables(
     runs: Sequence[ComparedRun], comparison: Comparison, *, width: int
 ) -> Iterator[Group | Text]:
-    """Yield tables of the configs, of held-out sets, of quality against time and device-hours, and of speed.
+    """Yield tables of the configs, verdicts, tables of held-out sets, of time to a level, and of speed.
 
     Tables fit `width` columns of the terminal.
     """
-    heads, reports = short_names([run.report for run in runs]), [run.report for run in runs]
-    names = [_group_name(heads, group) for group in comparison.groups]
+    reports = [run.report for run in runs]
+    heads, names = short_names(reports), group_names(runs, comparison)
     yield differences_table([run.config for run in runs], heads, width=width)
     if (warning := seed_warning(comparison, names)) is not None:
         yield Text()
         yield warning
+    yield from verdict_lines(comparison, names)
     yield from _held_out_tables(runs, heads, width=width)
     measure = comparison.measure
     if comparison.reached:
         reached = map(_cells, _reached_rows(comparison))
         yield _fit(f"\nUntil {measure} is", "", heads, reached, width=width)
-    kinds = ", ".join(dict.fromkeys("{} x {}".format(*count_devices(run.config)) for run in runs))
-    title = f"\nAt equal device-hours: {comparison.device_hours:.3g} ({kinds})"
-    yield _fit(title, "", heads, _equal_rows(comparison), width=width)
     sets = comparison.groups[0].at_equal
     if len(sets) > 1 or (sets and len(comparison.groups) < len(runs)):
         yield sets_table(comparison, names, width=width)
@@ -303,6 +316,14 @@ def sets_table(comparison: Comparison, names: Sequence[str], *, width: int) -> G
     return _fit(title, "runs", ["seeds", first, axis, *others, *equal], rows, width=width)
 
 
+def verdict_lines(comparison: Comparison, names: Sequence[str]) -> Iterator[Text]:
+    """Yield the verdicts on each pair of groups, which have these names, and the confounders of each pair."""
+    for pair in comparison.pairs:
+        title, *lines = pair.lines(names, comparison.measure)
+        yield Text(f"\n{title}", style="bold")
+        yield from (Text(line, style="red" if line.startswith(CONFOUNDED) else "") for line in lines)
+
+
 def seed_warning(comparison: Comparison, names: Sequence[str]) -> Text | None:
     """Return a warning of configs that ran once, by their `names` in the order of the groups; None without any."""
     once = [name for name, group in zip(names, comparison.groups, strict=True) if len(group.runs) == 1]
@@ -315,9 +336,13 @@ def seed_warning(comparison: Comparison, names: Sequence[str]) -> Text | None:
     )
 
 
-def _group_name(heads: Sequence[str], group: SeedGroup) -> str:
-    first, *others = group.runs
-    return heads[first] + (f" +{len(others)}" if others else "")
+def group_names(runs: Sequence[ComparedRun], comparison: Comparison) -> list[str]:
+    """Return the name of each group: its first run, and the number of others, e.g. "grpo-1 +2"."""
+    heads = short_names([run.report for run in runs])
+    return [
+        heads[group.runs[0]] + (f" +{len(group.runs) - 1}" if len(group.runs) > 1 else "")
+        for group in comparison.groups
+    ]
 
 
 def short_names(reports: Sequence[RunReport]) -> list[str]:
@@ -394,21 +419,6 @@ def _reached_rows(comparison: Comparison) -> Iterator[CompareRow]:
         yield CompareRow(f"{level}: time", _values(lambda point: point.rl_s, points), format_seconds)
         yield CompareRow("  trained tokens", _values(lambda point: float(point.tokens), points), "{:,.0f}".format)
         yield CompareRow("  device-hours", _values(lambda point: point.device_hours, points), "{:.3g}".format)
-
-
-def _equal_rows(comparison: Comparison) -> Iterator[list[str]]:
-    """Yield rows of quality with the intervals over problems; ratios would make noise look like a result."""
-    points = comparison.at_equal
-    yield [comparison.measure, *map(_quality, points)]
-    yield ["  last known at", *("-" if point is None else f"{point.device_hours:.3g}" for point in points)]
-    if comparison.measure != "reward":
-        yield ["reward in training", *map(_quality, comparison.reward_at_equal)]
-
-
-def _quality(point: Point | None) -> str:
-    if point is None:
-        return "-"
-    return f"{point.value:.3f}" if point.figures is None else point.figures.mean.describe()
 
 
 def _values(value: Callable[[Point], float], points: Sequence[Point | None]) -> list[float | None]:

@@ -7,6 +7,7 @@ the whole RL phase.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -17,11 +18,12 @@ import numpy as np
 
 from laminar_lab.report.snapshot import read_steps
 from laminar_py.config import RunConfig, load_config
-from laminar_py.ledger import read_evaluations, read_rows
+from laminar_py.ledger import read_evaluations, read_rows, reading
 from laminar_py.records import StepRow
-from laminar_py.records.evaluations import SetFigures
+from laminar_py.records.evaluations import SetFigures, problem_of
 from laminar_py.records.events import Evaluated
 from laminar_py.records.metrics import FleetRow
+from laminar_py.records.trajectory import Kind
 
 # 0.975 quantiles of Student's t by degrees of freedom, from 1; beyond the table within 0.001
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -29,13 +31,18 @@ Z_975 = 1.96  # of the normal distribution
 REWARD_STEPS = 10  # steps whose mean is a point of the reward's curve
 
 
+def t_quantile(degrees: float) -> float:
+    """Return the 0.975 quantile of Student's t with at least one degree of freedom."""
+    if degrees <= len(T_975):
+        return float(np.interp(degrees, range(1, len(T_975) + 1), T_975))
+    return Z_975 + 2.372 / (degrees - 1.2)
+
+
 def half_width(values: Sequence[float]) -> float | None:
     """Return half of the 95 % t-interval of the mean; None for fewer than two values."""
     if len(values) < 2:
         return None
-    degrees = len(values) - 1
-    quantile = T_975[degrees - 1] if degrees <= len(T_975) else Z_975 + 2.372 / (degrees - 1.2)
-    return quantile * stdev(values) / sqrt(len(values))
+    return t_quantile(len(values) - 1) * stdev(values) / sqrt(len(values))
 
 
 def format_mean(values: Sequence[float], *, seeds: int) -> str:
@@ -108,7 +115,7 @@ def count_devices(config: RunConfig) -> tuple[int, str]:
     attached = rollout.replicas * rollout.engine.gpus if rollout.engine.hosts else 0
     if gpus := config.gpus + attached:
         return gpus, "GPU"
-    return rollout.replicas + learner.world_size + config.algorithm.reference_in_own_process, "process"
+    return rollout.replicas + learner.world_size + len(config.algorithm.computing_stages), "process"
 
 
 def device_seconds(config: RunConfig, sizes: FleetSizes, rl_s: float) -> float:
@@ -134,6 +141,7 @@ class Point:
     device_hours: float
     value: float  # of an evaluation its mean reward
     figures: SetFigures | None = None  # of an evaluation
+    pass_id: str = ""  # of an evaluation
 
 
 def read_curves(run: Path) -> dict[str, list[Point]]:
@@ -152,8 +160,21 @@ def evaluation_curves(
     point = _point_maker(config, steps, sizes)
     curves: dict[str, list[Point]] = {name: [] for name in config.eval.sets}
     for event in evaluations:
-        curves.setdefault(event.set_name, []).append(point(event.step, event.rl_s, event.figures))
+        curves.setdefault(event.set_name, []).append(point(event.step, event.rl_s, event.figures, event.pass_id))
     return {name: points for name, points in curves.items() if points}
+
+
+def read_problem_rewards(run: Path) -> dict[str, dict[int, float]]:
+    """Read the mean reward of each problem in each evaluation, e.g. `{"e4-aime": {0: 1.0, 1: 0.25}}`.
+
+    Answers without a score are left out. Raises `ConfigError` where the ledger cannot be read.
+    """
+    rewards: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    query = "SELECT group_id, id, reward FROM trajectory WHERE kind = ? AND reward IS NOT NULL"
+    with reading(run) as connection:
+        for group_id, id, reward in connection.execute(query, (Kind.EVAL,)):
+            rewards[group_id][problem_of(id)].append(reward)
+    return {group_id: {it: fmean(of_it) for it, of_it in found.items()} for group_id, found in rewards.items()}
 
 
 def reward_curve(config: RunConfig, steps: Sequence[StepRow], sizes: FleetSizes | None = None) -> list[Point]:
@@ -167,14 +188,12 @@ def reward_curve(config: RunConfig, steps: Sequence[StepRow], sizes: FleetSizes 
     ]
 
 
-def _point_maker(
-    config: RunConfig, steps: Sequence[StepRow], sizes: FleetSizes
-) -> Callable[[int, float, SetFigures | float], Point]:
+def _point_maker(config: RunConfig, steps: Sequence[StepRow], sizes: FleetSizes) -> Callable[..., Point]:
     """Return a function that makes a point from a step, its seconds of RL, and a value or an evaluation."""
     at = np.array([0.0, *(row.rl_s for row in steps)])
     tokens = np.array([0.0, *(row.trained_tokens for row in steps)])
 
-    def make_point(step: int, rl_s: float, found: SetFigures | float) -> Point:
+    def make_point(step: int, rl_s: float, found: SetFigures | float, pass_id: str = "") -> Point:
         return Point(
             step=step,
             rl_s=rl_s,
@@ -182,6 +201,7 @@ def _point_maker(
             device_hours=device_seconds(config, sizes, rl_s) / 3600,
             value=found.mean.value if isinstance(found, SetFigures) else found,
             figures=found if isinstance(found, SetFigures) else None,
+            pass_id=pass_id,
         )
 
     return make_point

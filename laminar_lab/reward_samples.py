@@ -28,7 +28,7 @@ class SampleLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampleToScore:
     """A response to score, and its expected reward, if known."""
 
     place: str  # e.g. `samples=s.jsonl:7`
@@ -52,7 +52,7 @@ def make_sample(
     encode: Callable[[str], IntArray],
     decode: Callable[[IntArray], str],
     end: int,
-) -> Sample:
+) -> SampleToScore:
     """Make a sample from a line, with its `answer` as text.
 
     `encode` turns text into token ids and `decode` back. `end` is the last id of a response that ended by itself.
@@ -74,7 +74,7 @@ def make_sample(
         logprobs=np.zeros(len(ids), np.float32),
         fields_json=fields_json,
     )
-    return Sample(place, request, line.reward)
+    return SampleToScore(place, request, line.reward)
 
 
 def _check_text(place: str, text: str, scored: str) -> None:

@@ -25,7 +25,7 @@ from laminar_lab.model_shape import BF16_BYTES, ModelShape, kv_token_bytes
 from laminar_py.config import RunConfig
 from laminar_py.config.learner import LearnerConfig, Recompute, ReduceDtype
 from laminar_py.learner.packing import RowSize
-from laminar_py.relay import choose_chunk_bytes, grow_tree
+from laminar_py.relay import CHUNK_OVERHEAD_S, choose_chunk_bytes, grow_tree
 
 Floats = npt.NDArray[np.float64]
 
@@ -58,7 +58,6 @@ RECOVERED = np.array(
         [[0.3, 0.35, 0.6, 0.75, 0.95], [0.25, 0.25, 0.25, 0.25, 0.25]],
     ]
 )  # [depth, tail, replicas]
-CHUNK_OVERHEAD_S = 2e-4  # of a version's chunk at each hop, an assumption
 # Assumptions
 LEARNER_MFU = 0.4  # RL systems show 0.1 to 0.45 end to end
 OPTIMIZER_S = 2.0  # AdamW on sharded states, gradient norm, collectives
@@ -132,17 +131,20 @@ def learner_times(shape: ModelShape, gpu: Gpu, *, mfu: float = LEARNER_MFU, adap
     )
 
 
-def with_passes(times: LearnerTimes, *, updates: int, reference: bool, proximal: bool) -> LearnerTimes:
+def with_passes(
+    times: LearnerTimes, *, updates: int = 1, reference: bool = False, proximal: bool = False, critic: bool = False
+) -> LearnerTimes:
     """Return the times of a learner whose step has several `updates` and more forward passes.
 
     `reference`: the reference model's pass over all tokens. `proximal`: a pass over the tokens of every update but
-    the first, for their probabilities at the step's start. A pass takes 2 FLOPs a parameter and token.
+    the first, for their probabilities at the step's start. A pass takes 2 FLOPs a parameter and token. `critic`:
+    a pass for values, and a second model's training with its updates.
     """
     own = 4.0 if times.adapters else 6.0
-    more = 2.0 * reference + 2.0 * proximal * (updates - 1) / updates
+    more = 2.0 * reference + 2.0 * proximal * (updates - 1) / updates + (2.0 + own) * critic
     changes = {
         "train_tokens_per_s": times.train_tokens_per_s * own / (own + more),
-        "optimizer_s": times.optimizer_s * updates,
+        "optimizer_s": times.optimizer_s * updates * (1 + critic),
     }
     return times.model_copy(update=changes)
 

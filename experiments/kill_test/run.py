@@ -233,6 +233,11 @@ def proof(run: Run, done: dict[str, int]) -> tuple[list[Row], bool]:
         Row("kills", sum(done.values()), "processes or process trees", conditions),
         Row("laws_broken", len(findings), "findings", "laminar audit verify"),
         Row("accounting_closes", float(account.balanced), "1 is yes", str(account.train)),
+        *(
+            [Row("replays", account.train.replayed, "on record", "without undone ones")]
+            if account.train.replayed
+            else []
+        ),
     ]
     return rows + handover_rows(handovers(run.folder)), not findings and account.balanced
 

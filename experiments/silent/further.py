@@ -396,6 +396,24 @@ def _(module: ModuleType) -> None:
     module.Optimizer.__init__ = twice
 
 
+@plant(
+    "critic_is_not_in_optimizer",
+    "laminar_py.learner.critic",
+    "optimizer",
+    "the critic is not in its optimizer",
+    settings=["algorithm.name=ppo"],
+)
+def _(module: ModuleType) -> None:
+    build = module.Critic.__init__
+
+    def apart(self, *arguments, **options):
+        build(self, *arguments, **options)
+        for group in self.optimizer.adamw.param_groups:
+            group["params"] = []
+
+    module.Critic.__init__ = apart
+
+
 @plant("moments_are_reset", STEP, "optimizer", "the optimizer forgets its moments after each step", within=3)
 def _(module: ModuleType) -> None:
     update = module.Optimizer.update
@@ -407,7 +425,7 @@ def _(module: ModuleType) -> None:
     module.Optimizer.update = forgetful
 
 
-@plant("embeddings_are_frozen", STEP, "optimizer", "the embeddings are frozen", within=4)
+@plant("embeddings_are_frozen", "laminar_py.learner.trained", "optimizer", "the embeddings are frozen", within=4)
 def _(module: ModuleType) -> None:
     load = module.load_policy
 
@@ -505,13 +523,13 @@ def _(module: ModuleType) -> None:
     within=3,
 )
 def _(module: ModuleType) -> None:
-    state = module.Checkpointer._state
+    state = module._state_of
 
-    def rounded(self):
-        weights, moments = state(self)
+    def rounded(one):
+        weights, moments = state(one)
         return {name: value.bfloat16().float() for name, value in weights.items()}, moments
 
-    module.Checkpointer._state = rounded
+    module._state_of = rounded
 
 
 # ---- data, rewards, evaluation

@@ -246,7 +246,7 @@ def _(module: ModuleType) -> None:
     module.policy_logprobs = joined
 
 
-@plant("learner_has_dropout", "laminar_py.learner.step", "probes", "dropout is on in the learner")
+@plant("learner_has_dropout", "laminar_py.learner.trained", "probes", "dropout is on in the learner")
 def _(module: ModuleType) -> None:
     import torch
 
@@ -386,16 +386,15 @@ RESUMED_AT = 400  # place of the stream beyond what the run before has drawn
     within=3,
 )
 def _(module: ModuleType) -> None:
-    state = module.Checkpointer._state
+    state, kept = module._state_of, {}
 
-    def first(self):
+    def first(one):
         from copy import deepcopy
 
-        weights, moments = state(self)
-        self._first = getattr(self, "_first", None) or deepcopy(dict(weights))
-        return self._first, moments
+        weights, moments = state(one)
+        return kept.setdefault("weights", deepcopy(dict(weights))), moments
 
-    module.Checkpointer._state = first
+    module._state_of = first
 
 
 @plant(
@@ -406,16 +405,16 @@ def _(module: ModuleType) -> None:
     within=3,
 )
 def _(module: ModuleType) -> None:
-    state = module.Checkpointer._state
+    state, kept = module._state_of, {}
 
-    def earlier(self):
+    def earlier(one):
         from copy import deepcopy
 
-        weights, moments = state(self)
-        before, self._before = getattr(self, "_before", moments), deepcopy(moments)
+        weights, moments = state(one)
+        before, kept["moments"] = kept.get("moments", moments), deepcopy(moments)
         return weights, before
 
-    module.Checkpointer._state = earlier
+    module._state_of = earlier
 
 
 @plant(

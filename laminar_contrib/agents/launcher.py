@@ -45,7 +45,7 @@ CHUNK = 2**16
 GUARD_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
 
-class Launcher:
+class AgentLauncher:
     """Starts and ends the agents of a command or a function, by calls from the socket `control`."""
 
     def __init__(self, *, command: list[str], function: str, control: socket.socket) -> None:
@@ -203,7 +203,7 @@ def main() -> None:
     if first is None:
         return
     number, body, _ = first
-    launcher = Launcher(**json.loads(body), control=control)
+    launcher = AgentLauncher(**json.loads(body), control=control)
     try:
         control.sendall(call_frame(number, b"0"))
         launcher.run()

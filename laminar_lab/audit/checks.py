@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
+from laminar_py.config.changes import BOUND
 from laminar_py.ledger import UNSCORED, TrajectoryRow, answer_of
 from laminar_py.records.ages import WeightAges
 from laminar_py.records.evaluations import EvalAnswer, set_figures
@@ -23,10 +24,12 @@ from laminar_py.records.events import (
     Finished,
     PartStarted,
     Relayed,
+    Replayed,
     RolledBack,
     RunEnded,
     RunStarted,
     Scored,
+    SettingChanged,
     Stepped,
     Undone,
     VersionLoaded,
@@ -95,47 +98,53 @@ class Check(Protocol):
 
 
 class ConsumptionCheck(Check):
-    """Checks the trajectories that the learner consumed.
+    """Checks the trajectories that the learner consumed or replayed.
 
-    A recorded staleness is right by `records.ages` and within the run's bound, and an engine sampled a token.
+    A recorded staleness is right by `records.ages` and within the bound in force, and an engine sampled a token. A
+    batch is consumed before the next change of the bound, so the bound is the last one on record.
     `VersionPublished` may follow the first consumption of a trajectory with that version.
     """
 
-    event_types = (RunStarted, Consumed, Stepped, RolledBack, VersionPublished)
+    event_types = (RunStarted, SettingChanged, Consumed, Replayed, Stepped, RolledBack, VersionPublished)
 
     def __init__(self) -> None:
         self._bound: int | None = None
+        self._replay_bound: int | None = None
         self._ages = WeightAges()
-        self._early: dict[int, list[Consumed]] = {}  # by version without a record yet
+        # with the bound; by version without a record yet
+        self._early: dict[int, list[tuple[Consumed | Replayed, int | None]]] = {}
 
     def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
-        """Check a consumption by the learner."""
+        """Check a consumption or a replay by the learner."""
         if isinstance(event, RunStarted):
-            self._bound = event.max_staleness
+            self._bound, self._replay_bound = event.max_staleness, event.replay_max_age
+        elif isinstance(event, SettingChanged) and event.name == BOUND and self._bound is not None:
+            self._bound = event.value
         self._ages.record_event(event)
         if isinstance(event, VersionPublished):
             early = self._early.pop(event.version, [])
-            return [violation for consumed in early for violation in self._judge(consumed, event.version)]
-        if not isinstance(event, Consumed) or row is None or row.kind is Kind.EVAL:
+            return [fault for consumed, bound in early for fault in self._judge(consumed, event.version, bound)]
+        if not isinstance(event, Consumed | Replayed) or row is None or row.kind is Kind.EVAL:
             return []
         if row.oldest_version is None:
             return [Violation(Rule.TRUTH, row.id, "was trained on, but no engine sampled a token of it")]
+        bound = self._replay_bound if isinstance(event, Replayed) else self._bound
         if not self._ages.knows_version(row.oldest_version):
-            self._early.setdefault(row.oldest_version, []).append(event)
+            self._early.setdefault(row.oldest_version, []).append((event, bound))
             return []
-        return self._judge(event, row.oldest_version)
+        return self._judge(event, row.oldest_version, bound)
 
-    def _judge(self, event: Consumed, oldest: int) -> list[Violation]:
+    def _judge(self, event: Consumed | Replayed, oldest: int, bound: int | None) -> list[Violation]:
         faults = []
         actual = self._ages.age_of(oldest, after=event.step - 1)
         if event.staleness != actual:
             faults.append(f"recorded {event.staleness}, but version {oldest} was {actual} learner steps behind")
-        if self._bound is not None and actual > self._bound and event.weight >= 1:
-            faults.append(f"{actual} exceeds the bound of {self._bound} and its weight is {event.weight:g}")
+        if bound is not None and actual > bound and event.weight >= 1:
+            faults.append(f"{actual} exceeds the bound of {bound} and its weight is {event.weight:g}")
         return [Violation(Rule.STALENESS, event.trajectory_id, message) for message in faults]
 
 
-class WeightsCheck(Check):
+class VersionCheck(Check):
     """Checks that versions are published once, loaded and used as published, and never go back on a replica.
 
     A finished trajectory has one version if the run promises `drain`. Replicas with the same layout have the same
@@ -250,13 +259,14 @@ class WeightsCheck(Check):
         return []
 
 
-class StepCheck(Check):
-    """Checks that a learner step consumed as many trajectories as it says; a rollback resets the count."""
+class StepCountCheck(Check):
+    """Checks that a learner step consumed and replayed as many trajectories as it says, also after a rollback."""
 
-    event_types = (Stepped, Consumed, Undone, RolledBack)
+    event_types = (Stepped, Consumed, Replayed, Undone, RolledBack)
 
     def __init__(self) -> None:
         self._consumed: Counter[int] = Counter()
+        self._replayed: Counter[int] = Counter()
         self._stated: dict[int, int] = {}
 
     def check_event(self, event: AnyEvent, row: TrajectoryRow | None) -> list[Violation]:
@@ -266,19 +276,24 @@ class StepCheck(Check):
                 self._stated[event.step] = event.num_trajectories
             case Consumed() if row is not None and row.kind is Kind.TRAIN:
                 self._consumed[event.step] += 1
+            case Replayed():
+                self._replayed[event.step] += 1
             case Undone():
                 self._consumed[event.step] -= 1
             case RolledBack():
                 self._stated = {step: count for step, count in self._stated.items() if step <= event.step}
+                for step in [step for step in self._replayed if step > event.step]:
+                    del self._replayed[step]
         return []
 
     def end(self) -> list[Violation]:
         """Return the steps whose counts differ."""
         violations = []
-        for step in sorted(self._stated.keys() | self._consumed.keys()):
-            stated, consumed = self._stated.get(step, 0), self._consumed[step]
-            if stated != consumed:
-                message = f"says it used {stated} trajectories, but it consumed {consumed}"
+        for step in sorted(self._stated.keys() | self._consumed.keys() | self._replayed.keys()):
+            stated, consumed, again = self._stated.get(step, 0), self._consumed[step], self._replayed[step]
+            if stated != consumed + again:
+                replayed = f" and replayed {again}" if again else ""
+                message = f"says it used {stated} trajectories, but it consumed {consumed}{replayed}"
                 violations.append(Violation(Rule.CONSUMPTION, f"step {step}", message))
         return violations
 

@@ -17,9 +17,11 @@ from laminar_py.ledger import (
     Accounting,
     TrajectoryRow,
     read_accounting,
+    read_events,
     reading,
     trajectory_rows,
 )
+from laminar_py.records.events import SettingChanged
 from laminar_py.records.trajectory import DropReason, Kind, Status
 
 LARGEST = 2**63 - 1  # integer of SQLite
@@ -54,14 +56,18 @@ def accounting(run: Path) -> Accounting:
         return read_accounting(connection)
 
 
-def staleness_histogram(run: Path) -> dict[int, int]:
-    """Return the number of consumed trajectories by staleness, lowest first."""
+def staleness_histogram(run: Path, *, replayed: bool = False) -> dict[int, int]:
+    """Return the number of consumed trajectories, or of replays, by staleness, lowest first."""
+    rows = "replay WHERE NOT undone" if replayed else "trajectory WHERE status = 'consumed' AND kind = 'train'"
     with reading(run) as connection:
-        rows = connection.execute(
-            "SELECT staleness, count(*) FROM trajectory WHERE status = 'consumed' AND kind = 'train'"
-            " GROUP BY staleness ORDER BY staleness"
-        )
-        return dict(rows.fetchall())
+        query = f"SELECT staleness, count(*) FROM {rows} GROUP BY staleness ORDER BY staleness"
+        return dict(connection.execute(query).fetchall())
+
+
+def setting_changes(run: Path) -> list[SettingChanged]:
+    """Return the changes of settings during the run, in the order of the log."""
+    with reading(run) as connection:
+        return list(read_events(connection, SettingChanged))
 
 
 def listing(run: Path, filters: Filters, *, limit: int | None = None) -> Iterator[TrajectoryRow]:

@@ -23,11 +23,21 @@ from laminar_py.ledger import (
     create_tables,
     decode_event,
     decode_events,
+    live_rows,
     read_accounting,
     row_values,
 )
 from laminar_py.records.codec import CHAIN_START, event_hash
-from laminar_py.records.events import AnyEvent, Consumed, Event, Finished, Interrupted, Restamped, StreamLost
+from laminar_py.records.events import (
+    AnyEvent,
+    Consumed,
+    Event,
+    Finished,
+    Interrupted,
+    Replayed,
+    Restamped,
+    StreamLost,
+)
 from laminar_py.records.trajectory import Status
 
 _BLOCK = 4096  # events that are decoded at once
@@ -88,7 +98,7 @@ class Replay:
         )
         self._read = 0  # the last number that was read
         self._ahead: dict[int, tuple[object, ...]] = {}  # stored rows of trajectories that have not ended
-        self._machine = Machine()
+        self._machine = Machine(recall=self._stored_row)
 
     def read_events(self) -> Iterator[Stamped]:
         """Iterate over the events of the log in order; note unreadable and unknown ones."""
@@ -105,7 +115,9 @@ class Replay:
                 yield Stamped(seq, wall, mono, event)
 
     def row_before(self, event: AnyEvent) -> LiveTrajectory | None:
-        """Return the row of an event's trajectory, None if it is not live."""
+        """Return the row of an event's trajectory, None if it is not live, or of a replay not consumed."""
+        if isinstance(event, Replayed):
+            return self._machine.consumed(event.trajectory_id)
         return self._machine.live.get(getattr(event, "trajectory_id", ""))
 
     def apply_event(self, stamped: Stamped) -> LiveTrajectory | None:
@@ -116,7 +128,7 @@ class Replay:
         try:
             row = self._machine.apply(stamped.seq, event, wall=stamped.wall, mono=stamped.mono)
         except IllegalEventError as error:
-            rule = Rule.CONSUMPTION if isinstance(event, Consumed) else Rule.ORDER
+            rule = Rule.CONSUMPTION if isinstance(event, Consumed | Replayed) else Rule.ORDER
             self.violations.append(Violation(rule, f"event {stamped.seq}", str(error)))
             return None
         if row is None:
@@ -156,6 +168,13 @@ class Replay:
                 self.violations.append(Violation(Rule.LOG, f"event {seq}", f"({kind}) cannot be read: {error}"))
             else:
                 yield Stamped(seq, wall, mono, event)
+
+    def _stored_row(self, trajectory_id: str) -> LiveTrajectory | None:
+        """Return the stored row of an ended trajectory; the replay holds those with an undone consumption."""
+        try:
+            return next(live_rows(self._connection, "id = ?", (trajectory_id,)), None)
+        except msgspec.ValidationError:
+            return None  # `_compare` tells how the row was changed
 
     def _grow(self, event: AnyEvent) -> None:
         """Give a row the length that an event states, since `audit.responses` compares the pieces."""

@@ -25,9 +25,9 @@ from laminar_lab.audit.checks import (
     ConsumptionCheck,
     FiguresCheck,
     Rule,
-    StepCheck,
+    StepCountCheck,
+    VersionCheck,
     Violation,
-    WeightsCheck,
 )
 from laminar_lab.audit.replay import Replay, check_hashes
 from laminar_lab.audit.responses import ResponseCheck
@@ -187,7 +187,7 @@ def _plain(sql: str) -> str:
 def _check_events(run: Path) -> Proof:
     """Replay all events: check every rule along the log, and the tables that follow from it."""
     with reading(run) as connection:
-        checks: list[Check] = [ConsumptionCheck(), WeightsCheck(), StepCheck(), FiguresCheck()]
+        checks: list[Check] = [ConsumptionCheck(), VersionCheck(), StepCountCheck(), FiguresCheck()]
         by_type: dict[type[Event], list[Check]] = {}
         for check in checks:
             for kind in check.event_types:

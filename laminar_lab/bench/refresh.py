@@ -58,7 +58,7 @@ MEDIUM = Qwen3Config(  # 43 million parameters
 )
 
 
-class Publisher:
+class VersionWriter:
     """Steps a model and writes its newest version in `folder`: whole, and as changes since the version before."""
 
     def __init__(self, folder: Path, config: PretrainedConfig) -> None:
@@ -133,7 +133,7 @@ def rows(
 
     def compare(kind: str, open_engine: Open) -> list[Row]:
         with workplace(shm) as folder:
-            return asyncio.run(_compare(kind, open_engine, Publisher(folder, model), repeats))
+            return asyncio.run(_compare(kind, open_engine, VersionWriter(folder, model), repeats))
 
     found = compare("local", _open_local)
     if sglang == NONE:
@@ -183,7 +183,7 @@ async def _open_sglang(whole: Path, python: Path) -> AsyncIterator[Opened]:
             await engine.close()
 
 
-async def _compare(kind: str, open_engine: Open, publisher: Publisher, repeats: int) -> list[Row]:
+async def _compare(kind: str, open_engine: Open, publisher: VersionWriter, repeats: int) -> list[Row]:
     """Prove 20 versions by changes, then let the sides of one engine take turns."""
     async with open_engine(publisher.whole) as opened:
         engine, loop = opened.engine, asyncio.get_running_loop()

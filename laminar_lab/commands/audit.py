@@ -233,8 +233,8 @@ def _cell(value: object) -> str:
 
 
 def _print_accounting(run: Path) -> None:
-    """Print the number of trajectories by state and drop reason, and a histogram of staleness."""
-    from laminar_lab.audit.queries import accounting, staleness_histogram
+    """Print the number of trajectories by state and drop reason, histograms of staleness, and changed settings."""
+    from laminar_lab.audit.queries import accounting, setting_changes, staleness_histogram
 
     counts = accounting(run)
     table = Table("", "issued", "consumed", "dropped", "live", "dropped by reason")
@@ -243,10 +243,15 @@ def _print_accounting(run: Path) -> None:
         dropped = sum(account.dropped.values())
         table.add_row(name, *map(str, (account.issued, account.consumed, dropped, account.live)), reasons)
     console.print(table)
-    histogram = staleness_histogram(run)
-    most = max(histogram.values(), default=1)
-    for staleness, count in histogram.items():
-        print_line(f"staleness {staleness:>3}  {count:>8}  {'#' * (50 * count // most)}")
+    if counts.train.replayed:
+        print_line(f"{counts.train.replayed} replays of consumed trajectories")
+    for name, replayed in (("staleness", False), ("replayed, staleness", True)):
+        histogram = staleness_histogram(run, replayed=replayed)
+        most = max(histogram.values(), default=1)
+        for staleness, count in histogram.items():
+            print_line(f"{name} {staleness:>3}  {count:>8}  {'#' * (50 * count // most)}")
+    for change in setting_changes(run):
+        print_line(f"after step {change.step}: {change.describe()}")
 
 
 @samples_app.command(epilog="Example: laminar samples runs/quickstart-1 --reward 0 --order longest")

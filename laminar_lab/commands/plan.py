@@ -50,9 +50,7 @@ def plan(
     max_staleness: Annotated[int | None, typer.Option(min=0, help="Steps; default: the config's, or 4")] = None,
     reward_s: Annotated[float, typer.Option(min=0, help="Median seconds from a response to its score")] = 0.05,
     mfu: Annotated[float | None, typer.Option(min=0.01, max=1, help="Of the learner; default: 0.4")] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="Profile of `laminar calibrate`, in place of computed times")
-    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="Measured times, of `laminar calibrate`")] = None,
     network_gbit: Annotated[float, typer.Option(min=0.1, help="Gbit/s from a node to others")] = 400,
     price: Annotated[float | None, typer.Option(min=0, help="Of a GPU-hour")] = None,
     write: Annotated[Path | None, typer.Option(help="File for the config of the first choice")] = None,
@@ -82,6 +80,7 @@ def plan(
         measured=_measured(profile, mfu),
         learner=subject.learner,
         shares=subject.shares,
+        has_critic=subject.has_critic,
     )
     _print(made := _rank_placements(request, seconds, quiet=as_json), as_json=as_json, explain=explain)
     _write(made, subject, write, quiet=as_json)
@@ -111,7 +110,7 @@ def _rank_placements(request: "PlanRequest", seconds: float, *, quiet: bool) -> 
     print_line(f"Simulations rank the likeliest of them now, in {seconds:g} s at most; Ctrl-C ends them.\n")
     with (
         console.status("") as status,
-        Judges(request, within_s=seconds, show=Progress(seconds, status.update)) as judges,
+        Judges(request, within_s=seconds, show=SimulationProgress(seconds, status.update)) as judges,
     ):
         made = make_plan(request, judge_all=judges)
     if made.best.judgement is None:
@@ -125,7 +124,7 @@ def _rank_placements(request: "PlanRequest", seconds: float, *, quiet: bool) -> 
     return made
 
 
-class Progress:
+class SimulationProgress:
     """Shows how far simulations of `seconds` are: by `update` on a terminal, else as a line now and then."""
 
     def __init__(self, seconds: float, update: Callable[[str], None]) -> None:

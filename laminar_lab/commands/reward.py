@@ -52,7 +52,7 @@ def try_samples(
     overrides: Overrides = None,
 ) -> None:
     """Score samples; print failures, rewards that differ from the expected ones, and times."""
-    from laminar_lab.reward_samples import Sample, SampleLine, make_sample
+    from laminar_lab.reward_samples import SampleLine, SampleToScore, make_sample
     from laminar_py.config import load_config
     from laminar_py.data import load_tokenizer, other_fields, read_records, source_at, text_of
     from laminar_py.runtime.preflight import prepare
@@ -63,7 +63,7 @@ def try_samples(
     prepare(settings)
     tokenizer = load_tokenizer(settings.model.path)
     source = source_at(samples, "samples")
-    made: list[Sample] = [
+    made: list[SampleToScore] = [
         make_sample(
             source.place(row),
             line,

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from laminar_lab.doctor.cpu_memory import CpuMemory, cpu_faults, cpu_memory
 from laminar_lab.doctor.memory import (
+    ALL_KINDS,
     GPU_BYTES,
-    KINDS,
     GpuMemory,
     gpu_memory,
     host_memory,
@@ -31,7 +31,17 @@ from laminar_lab.plan.known_models import shape_at
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.records.codec import decode
 from laminar_py.records.host import Finding, counted
-from laminar_py.runtime.cluster import Needs, NoAnswerError, Node, Placement, Plan, nodes, on_node, open_cluster
+from laminar_py.runtime.cluster import (
+    Needs,
+    NoAnswerError,
+    Node,
+    NodeSlot,
+    Placement,
+    Plan,
+    nodes,
+    on_node,
+    open_cluster,
+)
 from laminar_py.runtime.preflight import NODE_TIMEOUT_S, check_engine, check_functions, check_model, node_faults
 
 log = logging.getLogger(__name__)
@@ -106,10 +116,10 @@ def _fit(
     needs, seen = Needs.from_config(config), list_nodes()
     try:
         placement, unplaced = Placement(needs, list_nodes), None
-        held = gpu_nodes(placement.plan)
+        held = gpu_nodes(placement)
     except ConfigError as error:
         placement, unplaced = None, error
-        held = {kind: {node.id for node in seen if node.gpus} for kind in KINDS}
+        held = {kind: {node.id for node in seen if node.gpus} for kind in ALL_KINDS}
     memory, found, warnings = [], [], []
     for kind, smallest in find_smallest(held).items():
         size = gpu_bytes or smallest or GPU_BYTES
@@ -134,9 +144,11 @@ def _fit(
     return Fit(nodes=seen, memory=memory, rows=rows, warnings=warnings, faults=found)
 
 
-def gpu_nodes(plan: Plan) -> dict[str, set[str]]:
-    """Return the nodes with GPUs for learner and engines."""
-    places = {"learner": plan.learner, "engine": plan.replicas}
+def gpu_nodes(placement: Placement) -> dict[str, set[str]]:
+    """Return the nodes with GPUs for learner, engines and stages."""
+    plan = placement.plan
+    places: dict[str, Sequence[NodeSlot | None]] = {"learner": plan.learner, "engine": plan.replicas}
+    places |= {str(stage): [place] for (stage, _), place in zip(placement.needs.stages, plan.stages, strict=True)}
     return {
         kind: {place.node for place in parts if place is not None and place.gpus and place.node is not None}
         for kind, parts in places.items()
@@ -159,7 +171,7 @@ async def gpu_faults(config: RunConfig, placement: Placement) -> list[str]:
     if not gpu_memory(config):
         return []
     faults: list[str] = []
-    for kind, size in (await smallest_gpus(gpu_nodes(placement.plan))).items():
+    for kind, size in (await smallest_gpus(gpu_nodes(placement))).items():
         lines = memory_faults(config, gpu_bytes=size or GPU_BYTES, kinds=[kind])
         if size:
             faults += lines
@@ -181,10 +193,12 @@ def _rows(needs: Needs, plan: Plan) -> list[tuple[str, str, str]]:
     """Return (parts, node, GPUs); neighbours of a kind on one node share a row."""
     places = {
         "learner": [(place.node, place.gpus) for place in plan.learner],
-        "reference": [(place.node, place.gpus) for place in (plan.reference,) if place is not None],
         "replica": [(place.node, place.gpus) for place in plan.replicas if place is not None],
         "relay": [(node, 0) for node in plan.relays],
     }
+    for (stage, gpus), place in zip(needs.stages, plan.stages, strict=True):
+        assert place is not None, "a first plan has no gaps"
+        places[str(stage)] = [(place.node, gpus)]
     for (pool, gpus), place in zip(needs.servers, plan.servers, strict=True):
         assert place is not None, "a first plan has no gaps"
         places.setdefault(f"server-{pool}", []).append((place.node, gpus))
@@ -201,9 +215,7 @@ def _rows(needs: Needs, plan: Plan) -> list[tuple[str, str, str]]:
 def _warnings(needs: Needs, seen: Sequence[Node]) -> list[str]:
     """Return lines on GPUs that the plan leaves idle, or that Ray may give away twice."""
     learner, rollout = needs.ranks * needs.rank_gpus, (needs.replicas - needs.shared) * needs.replica_gpus
-    idle = (
-        sum(node.gpus for node in seen) - learner - rollout - needs.reference * needs.rank_gpus - needs.server_gpus
-    )
+    idle = sum(node.gpus for node in seen) - learner - rollout - needs.stage_gpus - needs.server_gpus
     lines = []
     if needs.hosts and needs.rank_gpus:
         lines.append(

@@ -7,7 +7,7 @@ Called by `laminar doctor`. Everything is in fp32. The formula is within 20 % of
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from laminar_lab.doctor.gpu_formula import Parts, activations, state_parts
+from laminar_lab.doctor.gpu_formula import Parts, activations, critic_parts, state_parts
 from laminar_lab.model_shape import ModelShape, kv_token_bytes
 from laminar_lab.plan.known_models import shape_at
 from laminar_lab.step_time import version_bytes
@@ -82,11 +82,16 @@ def _learner_parts(shape: ModelShape, config: RunConfig) -> Parts:
         kept += activations(shape, Recompute.ALL, tokens=tokens)
     if learner.recompute is not Recompute.NONE:  # a layer computes again
         kept += activations(shape, Recompute.NONE, tokens=tokens) / shape.num_hidden_layers
-    return state_parts(shape, learner) | {
-        "activations": CPU_ACTIVATIONS * kept,
-        "logits": LOGITS * 4.0 * min(tokens, HEAD_TOKENS) * shape.vocab_size,
-        "process": PROCESS_BYTES,
-    }
+    critic = {} if config.algorithm.critic is None else critic_parts(shape, learner)
+    return (
+        state_parts(shape, learner)
+        | critic
+        | {
+            "activations": CPU_ACTIVATIONS * kept,
+            "logits": LOGITS * 4.0 * min(tokens, HEAD_TOKENS) * shape.vocab_size,
+            "process": PROCESS_BYTES,
+        }
+    )
 
 
 def cpu_faults(config: RunConfig, *, memory: float) -> tuple[list[str], list[str]]:

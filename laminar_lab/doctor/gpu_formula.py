@@ -12,6 +12,8 @@ and graphs in the learner's turn.
 import math
 from collections.abc import Callable, Iterator
 
+import msgspec
+
 from laminar_lab.model_shape import ModelShape, kv_token_bytes
 from laminar_py.config.learner import Accumulate, LearnerConfig, Recompute, ReduceDtype
 
@@ -21,7 +23,7 @@ MARGIN = 0.02  # share of a GPU that a plan leaves free, and without which docto
 INPUTS_HERE = 2  # inputs of layers on a GPU at the same time, the others being on the host: in use, and copied
 CACHE, SPARE = "KV cache", "CUDA, NCCL, fragmentation"
 # of a learner's parts: in the replicas' turn, too
-RESIDENT = ("masters (fp32)", "gradients (fp32)", "moments (fp32)", "reference model", SPARE)
+RESIDENT = ("masters (fp32)", "gradients (fp32)", "moments (fp32)", "reference model", "critic", SPARE)
 
 Parts = dict[str, float]
 """Bytes by use."""
@@ -59,6 +61,15 @@ def state_parts(shape: ModelShape, learner: LearnerConfig) -> Parts:
         "gradients (fp32)": gradients,
         "moments (fp32)": 0.0 if host else 8.0 * trained / ranks,
     }
+
+
+def critic_parts(shape: ModelShape, learner: LearnerConfig) -> Parts:
+    """Return the bytes of a critic's states on a rank's GPU: a policy's, without the output embedding.
+
+    Its activations and gathered weights are never there with the policy's, and less, since it has no logits.
+    """
+    headless = msgspec.structs.replace(shape, tie_word_embeddings=True)
+    return {"critic": sum(state_parts(headless, learner).values())}
 
 
 def _peaks(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Iterator[Parts]:
@@ -129,6 +140,17 @@ def _of_layer(shape: ModelShape) -> float:
         weighted = 2.0 * (shape.used_width - shape.shared_width)
         routed = 2.0 * shape.hidden_size * chosen + weighted + 32.0 * chosen + 4.0 * shape.experts
     return norms + attention + routed + 8.0 * shape.used_width  # gate, its activation, up, their product
+
+
+def frozen_memory(shape: ModelShape, *, tokens: int, offload: bool) -> Parts:
+    """Return the peak bytes of a GPU whose stage runs a frozen model over `tokens` at a time: an estimate."""
+    return {
+        "masters (fp32)": 0.0 if offload else 4.0 * shape.total,
+        "embedding and head (bf16)": 2.0 * shape.root,
+        "layers (bf16)": 4.0 * shape.layer,  # the next one, too
+        "activations": tokens * (_of_layer(shape) + 6.0 * shape.hidden_size),
+        "head: logits and gradient": 2.0 * HEAD_TOKENS * shape.vocab_size,
+    }
 
 
 # ---- engines

@@ -18,7 +18,9 @@ from laminar_lab.doctor.gpu_formula import (
     MARGIN,
     Parts,
     cache_tokens,
+    critic_parts,
     engine_memory,
+    frozen_memory,
     has_margin,
     host_inputs,
     learner_memory,
@@ -33,20 +35,26 @@ from laminar_py.config.learner import Accumulate, LearnerConfig, LoraConfig, Rec
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.records.codec import encode
+from laminar_py.records.columns import MODEL_COLUMNS, Source
 
 GPU_BYTES = 80e9  # assumed size of a GPU
 MOST_TOKENS = 1 << 24  # of a microbatch
 MOST_RANKS = 1024
-KINDS = ("learner", "engine")  # of GPUs
+KINDS = ("learner", "engine")  # of GPUs that every run has
+ALL_KINDS = (*KINDS, *map(str, MODEL_COLUMNS))  # and of frozen models that are stages
 LEARNERS_TURN, REPLICAS_TURN = "learner's turn", "replicas' turn"  # of a learner's GPU that replicas share
 COMMAND_TIMEOUT_S = 10.0  # for `nvidia-smi`
+STAGE_SETTINGS = {  # setting and remedy of a frozen model that its GPU does not hold
+    "reference": ("algorithm.reference_pass=stage", "set it to learner"),
+    "teacher": ("algorithm.teacher", "name the address of a server"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
     """One kind of GPU: `GpuMemory(kind="engine", parts=parts, host=0.0, asked=850_000, fitting=920_000)`."""
 
-    kind: str  # one of `KINDS`, or a turn on a shared GPU of the learner; the column's title
+    kind: str  # one of `ALL_KINDS`, or a turn on a shared GPU of the learner; the column's title
     parts: Parts
     host: float  # bytes beside it in pinned host memory, for each GPU: the inputs of a learner's layers
     asked: int | None  # tokens of a microbatch or of an engine's KV cache; None: an engine takes all that fit
@@ -59,9 +67,9 @@ class GpuMemory:
 
 
 def gpu_memory(
-    config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Collection[str] = KINDS
+    config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Collection[str] = ALL_KINDS
 ) -> list[GpuMemory]:
-    """Return columns for learner and engine, if they have GPUs; none if no formula knows the model's shape.
+    """Return columns for learner, engine and stages, if they have GPUs; none without the shape of the model.
 
     With `cluster.share` the learner's GPU has a column for each turn, and the engine's is of other replicas.
     """
@@ -80,21 +88,29 @@ def gpu_memory(
                 kind="engine", parts=parts, host=0.0, asked=config.rollout.kv_capacity, fitting=room(engine.gpus)
             )
         )
-    return columns
+    stages = config.algorithm.computing_stages if config.learner_device is Device.CUDA else ()
+    return columns + [
+        column
+        for stage in stages
+        if str(stage) in kinds and (column := _stage_column(stage, config, shape, gpu_bytes)) is not None
+    ]
 
 
-def memory_faults(config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Collection[str] = KINDS) -> list[str]:
+def memory_faults(
+    config: RunConfig, *, gpu_bytes: float = GPU_BYTES, kinds: Collection[str] = ALL_KINDS
+) -> list[str]:
     """Return an error line for each kind of GPU that the run does not fit, with a setting that would fit."""
-    faults = {"learner": _learner_fault, "engine": _engine_fault}
+    faults = {"learner": _learner_fault, "engine": _engine_fault} | dict.fromkeys(STAGE_SETTINGS, _stage_fault)
     columns = gpu_memory(config, gpu_bytes=gpu_bytes, kinds=kinds)
     found = [faults[column.kind](config, column, gpu_bytes) for column in columns if column.kind in faults]
     return list(filter(None, (_turn_fault(config, columns, gpu_bytes), *found)))
 
 
-def memory_warnings(config: RunConfig, *, gpu_bytes: float, kinds: Collection[str] = KINDS) -> list[str]:
+def memory_warnings(config: RunConfig, *, gpu_bytes: float, kinds: Collection[str] = ALL_KINDS) -> list[str]:
     """Return a line for each kind of GPU that the run fits without a margin."""
     lower = "lower rollout.kv_capacity"
     settings = {"learner": "raise learner.world_size", "engine": lower}
+    settings |= dict.fromkeys(STAGE_SETTINGS, "lower packer.max_tokens")
     settings |= {LEARNERS_TURN: "raise learner.world_size, or set cluster.share=false", REPLICAS_TURN: lower}
     return [
         f"{_gpu_of(column)} holds {column.total / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB by formula, which"
@@ -202,6 +218,8 @@ def learner_parts(shape: ModelShape, config: RunConfig, *, reference: ModelShape
     if reference is not None:  # its embeddings stay gathered after its pass
         held = 0.0 if learner.offload else 4.0 * reference.total / learner.shard_size
         beside = {"reference model": held + 2.0 * reference.root}
+    if config.algorithm.critic is not None:
+        beside |= critic_parts(shape, learner)
     return learner_memory(shape, learner, tokens=config.packer.max_tokens) | beside
 
 
@@ -283,6 +301,38 @@ def _gpu_of(column: GpuMemory) -> str:
     """Name the GPU of a column."""
     in_turn = column.kind in (LEARNERS_TURN, REPLICAS_TURN)
     return f"a shared GPU in the {column.kind}" if in_turn else f"a GPU of the {column.kind}"
+
+
+# ---- frozen models as stages
+
+
+def _stage_column(stage: Source, config: RunConfig, shape: ModelShape, gpu_bytes: float) -> GpuMemory | None:
+    """Return the column of a frozen model; None if no formula knows its shape. `shape` is the policy's."""
+    algorithm = config.algorithm
+    folder = algorithm.reference if stage is Source.REFERENCE else algorithm.teacher_folder
+    own = shape if folder is None else shape_at(folder)
+    if own is None:
+        return None
+
+    def parts(tokens: int) -> Parts:
+        return with_spare(frozen_memory(own, tokens=tokens, offload=config.learner.offload), gpu_bytes)
+
+    def total(tokens: int) -> float:
+        return sum(parts(tokens).values())
+
+    asked = config.packer.max_tokens
+    fitting = bisect_right(range(1, MOST_TOKENS), gpu_bytes, key=total)
+    return GpuMemory(kind=str(stage), parts=parts(asked), host=0.0, asked=asked, fitting=fitting)
+
+
+def _stage_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> str | None:
+    """Return an error line if a frozen model does not fit its GPU; else None."""
+    if column.total <= gpu_bytes:
+        return None
+    if column.fitting >= config.rollout.max_len:
+        return f"packer.max_tokens={column.asked}: {_needs(column, gpu_bytes)}; set it to {column.fitting}"
+    setting, remedy = STAGE_SETTINGS[column.kind]
+    return f"{setting}: {_needs(column, gpu_bytes)}; {remedy}, or set learner.offload=true"
 
 
 # ---- engines

@@ -38,6 +38,10 @@ def check(config: RunConfig) -> None:
         raise ConfigError(
             "algorithm.reference_pass=stage: an emulated learner has no reference model; leave it out"
         )
+    if algorithm.teacher is not None:
+        raise ConfigError(
+            f"algorithm.teacher={algorithm.teacher}: an emulated engine has no tokens to judge; leave it out"
+        )
     if learner.world_size > 1 or config.cluster.learner_device is Device.CUDA:
         raise ConfigError(
             f"learner.world_size={learner.world_size} cluster.learner_device={config.cluster.learner_device}: an"

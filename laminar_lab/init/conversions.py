@@ -82,8 +82,8 @@ def numbers(given: Given, names: Names) -> object:
 
 
 def group(given: Given, names: Names) -> object:
-    """Return the samples of a prompt, of which a group needs two."""
-    if given.get(names[0]) is not None and number(given, names[0]) < 2:
+    """Return the samples of a prompt, of which a group needs two, except with a critic."""
+    if given.get(names[0]) is not None and number(given, names[0]) < 2 and not has_critic(given):
         raise NoCounterpartError("a group has two samples at least; 8 are used")
     return _whole(given, names[0])
 
@@ -341,14 +341,26 @@ def trl_scale(given: Given, names: Names) -> object:
 
 def verl_advantage(given: Given, names: Names) -> object:
     name = str(given.get("algorithm.adv_estimator"))
-    estimators = {"grpo": "group_std", "rloo": "leave_one_out", "reinforce_plus_plus": "batch_std"}
-    if name == "gae":
-        raise NoCounterpartError("gae needs a critic, and there is none; GRPO's group_std is used")
+    estimators = {
+        "grpo": "group_std",
+        "rloo": "leave_one_out",
+        "reinforce_plus_plus": "batch_std",
+        "gae": "gae",
+    }
     if name not in estimators:
         raise NoCounterpartError(f"{name} is unknown here; GRPO's group_std is used")
     if name == "grpo":
         return "group_mean" if str(given.get("algorithm.norm_adv_by_std_in_grpo")).lower() == "false" else None
     return estimators[name]
+
+
+def has_critic(given: Given) -> bool:
+    return given.get("algorithm.adv_estimator") == "gae"
+
+
+def of_critic(given: Given, names: Names) -> object:
+    """Return a setting of the critic, if there is one."""
+    return first(given, names) if has_critic(given) else None
 
 
 def verl_kl(given: Given, names: Names) -> object:

@@ -14,6 +14,7 @@ from laminar_lab.init.conversions import (
     first,
     group,
     numbers,
+    of_critic,
     positive,
     total,
     trackers,
@@ -216,8 +217,15 @@ COUNTERPARTS = {
         differs="`sequence_mean` by default; TRL and verl: token mean",
     ),
     "algorithm.advantage": Counterpart(
-        "group_std, group_mean, leave_one_out or batch_std", trl=trl_scale, verl=verl_advantage
+        "group_std, group_mean, leave_one_out, batch_std or gae", trl=trl_scale, verl=verl_advantage
     ),
+    "algorithm.critic.lr": Counterpart("learning rate of the value model", verl=of_critic),
+    "algorithm.critic.gamma": Counterpart("discount for each action", verl=of_critic),
+    "algorithm.critic.policy_lambda": Counterpart("GAE's lambda for advantages", verl=of_critic),
+    "algorithm.critic.value_lambda": Counterpart(
+        "GAE's lambda for targets of the values", verl=of_critic, differs="verl has one lambda for both"
+    ),
+    "algorithm.critic.clip": Counterpart("largest move of a value in a step", verl=of_critic),
     "algorithm.kl_estimator": Counterpart("k1, k2 or k3", verl=verl_kl_kind, differs="TRL has k3"),
     "algorithm.truncated": Counterpart(
         "train on truncated responses, which a cap ended, or mask them", trl=when("mask")
@@ -261,6 +269,10 @@ DEFAULTS: dict[Trainer, dict[str, object]] = {
         "data.max_response_length": 512,
         "trainer.total_epochs": 30,
         "algorithm.adv_estimator": "gae",
+        "algorithm.gamma": 1.0,
+        "algorithm.lam": 1.0,
+        "critic.optim.lr": 1e-5,
+        "critic.cliprange_value": 0.5,
         f"{MODEL}.enable_gradient_checkpointing": True,
         f"{ACTOR}.ppo_mini_batch_size": 256,
         f"{ACTOR}.loss_agg_mode": "token-mean",

@@ -44,6 +44,7 @@ class Subject:
     max_staleness: int | None = MAX_STALENESS
     learner: LearnerConfig = field(default_factory=LearnerConfig)  # a plan changes its ranks
     shares: bool = True  # samples share their prompt in the learner
+    has_critic: bool = False
 
 
 def read_subject(model: str) -> Subject:
@@ -61,7 +62,7 @@ def read_subject(model: str) -> Subject:
     others = config.gpus - config.learner.world_size - own * config.rollout.engine.gpus
     if config.learner_device is Device.CUDA and others > 0:
         raise ConfigError(
-            f"model={model}: a plan cannot place the {others} GPUs of its reference stage and reward servers;"
+            f"model={model}: a plan cannot place the {others} GPUs of its frozen models and reward servers;"
             " name a copy of the config without them, and give --gpus without these GPUs"
         )
     name, shape = model_named(str(config.model.path))
@@ -77,6 +78,7 @@ def read_subject(model: str) -> Subject:
         max_staleness=config.staleness.max_staleness if is_async else MAX_STALENESS,
         learner=config.learner,
         shares=config.rollout.shares_prompts,
+        has_critic=config.algorithm.critic is not None,
     )
 
 

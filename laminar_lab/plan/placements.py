@@ -13,6 +13,7 @@ from laminar_lab.doctor.gpu_formula import (
     MARGIN,
     Parts,
     cache_tokens,
+    critic_parts,
     engine_memory,
     has_margin,
     learner_memory,
@@ -171,7 +172,9 @@ def learner_traffic(request: PlanRequest, placement: FleetPlacement) -> RankTraf
 
 def _learner_bytes(request: PlanRequest, learner: LearnerConfig) -> Parts:
     tokens = math.ceil(request.lengths.most / learner.context_parallel)
-    return with_spare(learner_memory(request.shape, learner, tokens=tokens), request.fleet.gpu.memory_bytes)
+    critic = critic_parts(request.shape, learner) if request.has_critic else {}
+    parts = learner_memory(request.shape, learner, tokens=tokens) | critic
+    return with_spare(parts, request.fleet.gpu.memory_bytes)
 
 
 def _fits(request: PlanRequest, learner: LearnerConfig) -> bool:

@@ -11,7 +11,7 @@ from laminar_lab.plan.placements import MOST_CACHED, FleetPlacement
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
 from laminar_lab.step_time import LEARNER_MFU, with_passes
 from laminar_py.config import ConfigError, RunConfig, parse_config
-from laminar_py.config.algorithm import Proximal
+from laminar_py.config.algorithm import Advantage, AlgorithmConfig, Proximal, ReferencePass
 from laminar_py.config.cluster import LeaseCache
 from laminar_py.config.learner import Recompute
 
@@ -57,6 +57,7 @@ def pretend(
     tree["packer"]["max_tokens"] = config.row_tokens
     tree["learner"] |= {"world_size": 1, "context_parallel": 1, "lora": None}
     tree["eval"]["sets"], tree["warm_start"] = {}, None
+    tree["algorithm"] |= _without_stages(config.algorithm)
     profile, algorithm = request.profile(max(1, engine.gpus)), config.algorithm
     timed = with_passes(
         profile.learner,
@@ -69,6 +70,14 @@ def pretend(
     return parse_config(tree), profile.model_copy(update={"learner": timed})
 
 
+def _without_stages(algorithm: AlgorithmConfig) -> dict[str, object]:
+    """Return changes to a loss that leave out stages; without a teacher a step takes as long."""
+    changes: dict[str, object] = {"reference_pass": ReferencePass.LEARNER.value}
+    if algorithm.teacher is not None:
+        changes |= {"teacher": None, "teacher_coef": 0.0, "advantage": Advantage.GROUP_STD.value}
+    return changes
+
+
 def ignored(config: RunConfig) -> str:
     """Return a line that names the settings whose time a pretended run leaves out; "" if there are none."""
     algorithm, recompute = config.algorithm, config.learner.recompute
@@ -77,6 +86,8 @@ def ignored(config: RunConfig) -> str:
         found.append(f"learner.recompute={recompute} (its work is part of the assumed MFU of {LEARNER_MFU:g})")
     if algorithm.reference_in_own_process:
         found.append("algorithm.reference_pass=stage (its GPU is assumed to keep up)")
+    if algorithm.teacher is not None:
+        found.append("algorithm.teacher (it is assumed to keep up)")
     if config.learner.context_parallel > 1:
         found.append("learner.context_parallel (its exchanges around attention, as other collectives)")
     return f"not in the times: {', '.join(found)}" if found else ""
@@ -105,6 +116,7 @@ def request_of(
         group_size=rollout.group_size,
         learner=config.learner,
         shares=rollout.shares_prompts,
+        has_critic=config.algorithm.critic is not None,
         max_staleness=config.staleness.max_staleness,
         measured=measured,
     )

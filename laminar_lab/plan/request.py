@@ -11,7 +11,14 @@ import numpy.typing as npt
 from laminar_lab.emulation.settings import EmulationProfile
 from laminar_lab.gpus import Gpu
 from laminar_lab.model_shape import ModelShape
-from laminar_lab.step_time import LEARNER_MFU, arrival_s, engine_times, learner_times, version_bytes
+from laminar_lab.step_time import (
+    LEARNER_MFU,
+    arrival_s,
+    engine_times,
+    learner_times,
+    version_bytes,
+    with_passes,
+)
 from laminar_py.config import ConfigError
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.learner.packing import RowSize, group_size
@@ -121,6 +128,7 @@ class PlanRequest:
     group_size: int
     learner: LearnerConfig  # a plan sets its `world_size`, `shard_ranks` and `recompute`
     shares: bool = True  # samples share their prompt in the learner
+    has_critic: bool = False  # the learner trains a value model beside the policy
     max_staleness: int | None = 4  # learner steps
     reward_s: float = 0.05  # median from a response's end to its score
     mfu: float = LEARNER_MFU
@@ -177,13 +185,12 @@ class PlanRequest:
 
     def profile(self, tensor_parallel: int) -> EmulationProfile:
         """Return the measured times, or the computed times of such a replica and of a learner GPU."""
-        if self.measured is not None:
-            return self.measured
         shape, gpu, adapters = self.shape, self.fleet.gpu, self._adapters
-        return EmulationProfile(
+        found = self.measured or EmulationProfile(
             engine=engine_times(shape, gpu, tensor_parallel=tensor_parallel, adapters=adapters),
             learner=learner_times(shape, gpu, mfu=self.mfu, adapters=adapters),
         )
+        return found.model_copy(update={"learner": with_passes(found.learner, critic=self.has_critic)})
 
     def emulated_engine(self, *, learner_devices: int, start_spread_s: float = 0.0) -> dict[str, object]:
         """Settings of `rollout.engine` that emulate engines with these lengths, and a learner on some GPUs."""

@@ -68,6 +68,7 @@ def closing_table(summary: Summary, config: RunConfig | None = None) -> Table:
             f"{counts.issued} issued = {counts.consumed} consumed + {counts.dropped} dropped"
             f" + {counts.live} {left}",
         ),
+        *([("replayed", f"{counts.replayed} times")] if counts.replayed else []),
         ("dropped", drops or "none"),
         ("staleness", f"mean {summary.staleness.mean:.2f}, max {summary.staleness.max}"),
         ("versions alive", f"{summary.versions_alive_max} at most"),

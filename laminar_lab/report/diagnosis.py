@@ -42,7 +42,7 @@ MEANINGS = {
     Bottleneck.LONG_TAIL: "A few long responses keep replicas nearly empty while all else waits for the last one.",
     Bottleneck.ENVIRONMENT: "Trajectories wait for their environments, and too few others fill the slots.",
     Bottleneck.REWARD: "Responses are finished faster than they are scored.",
-    Bottleneck.REFERENCE: "The reference model's pass takes more of a step than any work beside it.",
+    Bottleneck.REFERENCE: "The pass of the reference or the teacher takes more of a step than any other work.",
     Bottleneck.WEIGHTS: "New weights travel to the replicas for so long that replicas are empty meanwhile.",
     Bottleneck.LEARNER: "Trajectories are there faster than the learner trains on them.",
     Bottleneck.FRESHNESS: "The bound on staleness keeps replicas from starting new work, though no stage is busy.",

@@ -9,9 +9,11 @@ from laminar_lab.report.gains import describe_main_term, warn_of_bonus
 from laminar_lab.report.kit import Card
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.tails import Distribution, Measure, format_seconds
-from laminar_py.records.events import Alarmed, Leased, RunStarted, VersionLoaded
+from laminar_py.records.events import Alarmed, Leased, RunStarted, SettingChanged, VersionLoaded
 from laminar_py.records.host import counted
 from laminar_py.records.trajectory import Status
+
+MOST_CHANGES = 4  # of settings during the run, with a card each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,17 @@ def _note_trajectories(report: RunReport) -> str:
     left = report.snapshot.history.left_word
     used, dropped = (int(train.is_status(status).sum()) for status in (Status.CONSUMED, Status.DROPPED))
     return f"{used:,} consumed + {dropped:,} dropped + {len(train) - used - dropped:,} {left}"
+
+
+def _note_replays(report: RunReport) -> str:
+    replayed, consumed = report.replayed, report.staleness
+    if replayed is None:
+        return ""
+    again = sum(replayed.counts.values())
+    share = again / (again + (0 if consumed is None else sum(consumed.counts.values())))
+    return (
+        f"{share:.0%} of the trained trajectories; {replayed.mean:.1f} learner steps old, {replayed.max} at most"
+    )
 
 
 def _note_turns(report: RunReport) -> str:
@@ -144,6 +157,11 @@ FIGURES = (
         format="{:.2f}".format,
         note=lambda r: "" if r.staleness is None else f"learner steps, the mean; {r.staleness.max} at most",
     ),
+    Figure(
+        name="replayed",
+        value=lambda r: None if r.replayed is None else sum(r.replayed.counts.values()),
+        note=_note_replays,
+    ),
 )
 
 
@@ -159,6 +177,11 @@ def headline(report: RunReport) -> list[Card]:
         for _, started in report.snapshot.history.of_kind(RunStarted)
         if started.overrides
     ]
+    changes = [change for _, change in report.snapshot.history.of_kind(SettingChanged)]
+    earlier = f"; {len(changes) - MOST_CHANGES} before: laminar audit RUN" if len(changes) > MOST_CHANGES else ""
+    for change in changes[-MOST_CHANGES:]:
+        cards.append(Card("changed", f"step {change.step}", f"{change.describe()}{earlier}"))
+        earlier = ""
     if report.diagnosis is not None:
         cards.append(Card("limited by", report.diagnosis.verdict.lower(), "the evidence is below"))
     for figure in FIGURES:

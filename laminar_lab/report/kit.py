@@ -27,7 +27,8 @@ class Series(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str
     x: list[float]
     y: list[float] | list[str]
-    kind: str = "line"  # line, points, bar; row: a horizontal bar, `x` long, from `base` on
+    # line, points, bar; row: a horizontal bar, `x` long, from `base` on; dots: small; band: a filled outline
+    kind: str = "line"
     colour: str = "accent"  # of the style: accent, second, third, quiet, alarm, ink
     base: list[float] | None = None  # [N]
     width: list[float] | None = None  # [N] of bars

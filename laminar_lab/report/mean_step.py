@@ -148,7 +148,7 @@ class StageTimes:
 def compose(schedule: Schedule, times: StageTimes) -> float:
     """Return the seconds of a step whose stages wait for each other as `schedule` says.
 
-    Turns of the model and of its environment follow each other. Scoring and the reference pass run beside them, so
+    Turns of the model and of its environment follow each other. Scoring and frozen models run beside them, so
     the longest of the three counts. Under `sync` the learner and the weights follow. Under `one_step` a batch is
     generated while the batch before trains, and weights move in between. Under `async` no stage waits, but a
     replica loads weights between its trajectories.
@@ -227,7 +227,7 @@ def mean_step(
     def mean(column: Times) -> float:
         return float(column[first:].mean())
 
-    in_learner = config.algorithm.has_reference and not config.algorithm.reference_in_own_process
+    in_learner = config.algorithm.has_reference and not config.algorithm.stages
     since = float((pipeline.end_s - pipeline.measured_s)[first])
     tokens = _tokens_per_step(trajectories)
     trajectories = trajectories.where(trajectories.issued_s >= since - mean(pipeline.measured_s))

@@ -6,7 +6,7 @@ Perfetto.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
@@ -36,9 +36,11 @@ from laminar_lab.report.tails import (
 )
 from laminar_lab.report.tokens import TOKEN_COLUMNS, token_cells
 from laminar_lab.report.trace import keep_evenly, occupancy, write_beside
-from laminar_lab.report.trajectories import Times, Trajectories
+from laminar_lab.report.trajectories import Ints, Times, Trajectories
 from laminar_py.config.loading import dump_config
+from laminar_py.records.events import SettingChanged
 from laminar_py.records.host import counted
+from laminar_py.records.metrics import CriticFigures
 from laminar_py.records.scoring import short_terms
 from laminar_py.records.trajectory import Status
 
@@ -60,6 +62,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     seq: int
     live: bool  # as `History.live`
     heard_s: float  # time of the last event, seconds since 1970
+    note: str = ""  # beside the name, instead of words on the end of the run
     cards: list[Card]
     panels: list[Panel]
 
@@ -95,7 +98,7 @@ def make_page(report: RunReport) -> Page:
             timeline_panel(snapshot),
             lengths,
             latencies,
-            staleness_panel(train),
+            staleness_panel(train, snapshot.replays),
             tokens_panel(report),
             curves_panel(snapshot),
             rewards_panel(snapshot),
@@ -182,6 +185,12 @@ def stop_marks(stops: Sequence[Stop], at: Sequence[float] | Times) -> list[tuple
     return marks[-MOST_MARKS:]
 
 
+def _change_marks(snapshot: Snapshot, rl_s: Mapping[int, float]) -> list[tuple[str, float]]:
+    """Return marks of the last changes of settings; `rl_s` has seconds of RL by step."""
+    changes = [change for _, change in snapshot.history.of_kind(SettingChanged)][-MOST_MARKS:]
+    return [(f"{change.name}={change.value}", rl_s.get(change.step, 0.0)) for change in changes]
+
+
 def _step_bars(snapshot: Snapshot) -> Iterator[Series]:
     """Yield bars of the learner steps, each with the mean reward of its trajectories."""
     train, steps = snapshot.trajectories, keep_evenly(snapshot.history.steps, MOST_STEPS)
@@ -243,13 +252,19 @@ def _histogram(measure: Measure, values: Times) -> Chart:
     return Chart(name=name, x=title, y="trajectories", series=[series], marks=marks, log=log)
 
 
-def staleness_panel(train: Trajectories) -> Panel:
-    """Return the panel of consumed trajectories by step, or by several steps, and staleness."""
+def staleness_panel(train: Trajectories, replays: Ints) -> Panel:
+    """Return the panel of consumed and of replayed trajectories by step, or by several steps, and staleness."""
     consumed = train.is_status(Status.CONSUMED)
-    step, staleness = train.step[consumed], train.staleness[consumed]
+    charts = [_staleness_chart("consumed", train.step[consumed], train.staleness[consumed])]
+    if len(replays):
+        charts.append(_staleness_chart("replayed", replays[:, 0], replays[:, 1]))
+    return Panel(id="staleness", title="Staleness", charts=charts)
+
+
+def _staleness_chart(name: str, step: Ints, staleness: Ints) -> Chart:
+    """Return the chart of trajectories with [N] step and staleness."""
     if not len(step):
-        empty = Chart(x="step", y="staleness", is_empty=True)
-        return Panel(id="staleness", title="Staleness", charts=[empty])
+        return Chart(x="step", y="staleness", is_empty=True)
     first, last, oldest = int(step.min()), int(step.max()), int(staleness.max())
     per_column = -(-(last - first + 1) // MOST_COLUMNS)
     columns = (step - first) // per_column
@@ -258,7 +273,7 @@ def staleness_panel(train: Trajectories) -> Panel:
     starts = [float(first + column * per_column) for column in range(counts.shape[1])]
     heat = Heat(name="trajectories", x=starts, y=list(range(oldest + 1)), z=counts.tolist())
     title = f"step (a column is {per_column})" if per_column > 1 else "step"
-    return Panel(id="staleness", title="Staleness", charts=[Chart(x=title, y="learner steps old", heat=heat)])
+    return Chart(name=name, x=title, y="learner steps old", heat=heat)
 
 
 def curves_panel(snapshot: Snapshot) -> Panel:
@@ -286,7 +301,7 @@ def curves_panel(snapshot: Snapshot) -> Panel:
     chart = partial(
         Chart,
         x="time of the RL phase (s)",
-        marks=stop_marks(stops, [rl_s.get(stop.step, 0.0) for stop in stops]),
+        marks=[*stop_marks(stops, [rl_s.get(stop.step, 0.0) for stop in stops]), *_change_marks(snapshot, rl_s)],
         from_zero=True,
     )
     charts = [
@@ -314,6 +329,10 @@ def learner_panel(snapshot: Snapshot) -> Panel:
         "share of the tokens clipped": [row.clip_fraction for row in rows],
         "effective sample size, share of the tokens": [row.effective_share for row in rows],
     }
+    if any(row.critic for row in rows):
+        critics = [row.critic or CriticFigures() for row in rows]
+        found["loss of the critic"] = [critic.value_loss for critic in critics]
+        found["variance of targets that the critic explains"] = [critic.explained_variance for critic in critics]
     charts = [
         step_chart(name, steps, values, from_zero=name not in ("loss", "gradient norm"))
         for name, values in found.items()

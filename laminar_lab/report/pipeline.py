@@ -44,7 +44,7 @@ class Pipeline:
     late_s: Times  # empty replicas wait for published weights, or load them
     held_s: Times  # empty replicas may start nothing, or replicas stand in the learner's turn
     reward_s: Times  # scorers are busy, mean over scorers
-    reference_s: Times  # of the reference model, as a stage or in the learner
+    reference_s: Times  # of the reference model and the teacher, as stages or in the learner
     waited_s: Times  # the learner has no batch
     learner_s: Times  # the learner trains, commits, publishes, or copies a checkpoint
     stall_s: Times  # part of `learner_s`: publishing

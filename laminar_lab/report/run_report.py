@@ -12,7 +12,7 @@ from laminar_lab.report.mean_step import mean_step
 from laminar_lab.report.pipeline import measure_pipeline
 from laminar_lab.report.rates import HostRates, measure_rates
 from laminar_lab.report.snapshot import Snapshot, read_snapshot
-from laminar_lab.report.tails import Distributions, Staleness, measure_staleness, measure_tails
+from laminar_lab.report.tails import Distributions, Staleness, consumed_staleness, measure_staleness, measure_tails
 from laminar_lab.report.tokens import TokenAccount, account_tokens
 from laminar_py.config.section import ConfigError
 from laminar_py.records.events import RunStarted
@@ -92,7 +92,12 @@ class RunReport:
     @cached_property
     def staleness(self) -> Staleness | None:
         """Staleness of consumed trajectories; None without any."""
-        return measure_staleness(self.snapshot.trajectories)
+        return measure_staleness(consumed_staleness(self.snapshot.trajectories))
+
+    @cached_property
+    def replayed(self) -> Staleness | None:
+        """Staleness of replayed trajectories; None without any."""
+        return measure_staleness(self.snapshot.replays[:, 1])
 
 
 def read_report(run: Path) -> RunReport:

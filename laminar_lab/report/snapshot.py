@@ -9,7 +9,7 @@ import json
 import math
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +31,7 @@ from laminar_lab.report.trajectories import (
 from laminar_py.config.loading import load_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.ledger import decode_event, in_order, ledger_path, read_rows, reading
+from laminar_py.ledger import decode_event, in_order, last_settings, ledger_path, read_rows, reading
 from laminar_py.observe import Summary
 from laminar_py.records.codec import BoolArray
 from laminar_py.records.evaluations import pass_number
@@ -106,13 +106,17 @@ def find_presence(happened: Iterable[Happened], *, replicas: int) -> Presence:
     return Presence(np.array(replica_of, np.int32), np.array(start, np.float64), np.array(end, np.float64))
 
 
-def with_last_fleet(config: RunConfig, happened: Iterable[Happened]) -> RunConfig:
-    """Return the config with the last fleet size, from which remedies start."""
-    fleets = [stamped.event for stamped in happened if isinstance(stamped.event, Scaled)]
-    if not fleets or len(fleets[-1].replicas) == config.rollout.replicas:
-        return config
-    rollout = config.rollout.model_copy(update={"replicas": len(fleets[-1].replicas)})
-    return config.model_copy(update={"rollout": rollout})
+def with_last_settings(config: RunConfig, happened: Sequence[Happened]) -> RunConfig:
+    """Return the config with the last fleet size and the last changed settings, from which remedies start."""
+    events = [stamped.event for stamped in happened]
+    fleets = [event for event in events if isinstance(event, Scaled)]
+    values = last_settings(events) | ({"rollout.replicas": len(fleets[-1].replicas)} if fleets else {})
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        changed = getattr(config, section).model_copy(update={key: value})
+        if changed != getattr(config, section):
+            config = config.model_copy(update={section: changed})
+    return config
 
 
 _KINDS = [  # of events that are not about one trajectory
@@ -308,6 +312,7 @@ class Snapshot:
     residences: Residences  # of all trajectories; open residences end at `end_s`
     history: History
     recomputed: int  # tokens prefilled again after a move or new weights
+    replays: Ints  # [replays, 2] step and staleness of each, without undone ones
     samples: Samples
 
     @cached_property
@@ -356,7 +361,7 @@ def read_snapshot(run: Path) -> Snapshot:
         return Snapshot(
             run=run,
             name=folder.resolve().name,
-            config=None if config is None else with_last_fleet(config, history.happened),
+            config=None if config is None else with_last_settings(config, history.happened),
             seq=seq,
             end_s=end_s,
             heard_s=heard_s,
@@ -364,8 +369,15 @@ def read_snapshot(run: Path) -> Snapshot:
             residences=read_residences(connection, times).until(end_s).with_environments(trajectories),
             history=history,
             recomputed=_read_recomputed(connection),
+            replays=_read_replays(connection),
             samples=read_samples(folder),
         )
+
+
+def _read_replays(connection: sqlite3.Connection) -> Ints:
+    """Read [replays, 2] step and staleness of each replayed training trajectory."""
+    rows = connection.execute("SELECT step, staleness FROM replay WHERE NOT undone ORDER BY seq").fetchall()
+    return np.array(rows, np.int32).reshape(-1, 2)
 
 
 def _read_recomputed(connection: sqlite3.Connection) -> int:

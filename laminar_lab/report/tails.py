@@ -10,7 +10,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from laminar_lab.report.trajectories import Times, Trajectories
+from laminar_lab.report.trajectories import Ints, Times, Trajectories
 from laminar_py.records.trajectory import Status
 
 _LEAST_MEDIAN = 0.001  # seconds, tokens or turns
@@ -127,16 +127,20 @@ def distribution(values: npt.NDArray[np.floating]) -> Distribution | None:
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Figures of consumed trajectories, e.g. `Staleness(0.75, 2, {0: 2, 1: 1, 2: 1})`."""
+    """Figures of consumed or replayed trajectories, e.g. `Staleness(0.75, 2, {0: 2, 1: 1, 2: 1})`."""
 
     mean: float
     max: int
     counts: dict[int, int]  # trajectories at each staleness, ascending
 
 
-def measure_staleness(trajectories: Trajectories) -> Staleness | None:
-    """Return the staleness so far; None before any trajectory was consumed."""
-    staleness = trajectories.staleness[trajectories.is_status(Status.CONSUMED)]
+def consumed_staleness(trajectories: Trajectories) -> Ints:
+    """Return [N] staleness of the consumed trajectories."""
+    return trajectories.staleness[trajectories.is_status(Status.CONSUMED)]
+
+
+def measure_staleness(staleness: Ints) -> Staleness | None:
+    """Return the figures of [N] staleness; None without any."""
     if not len(staleness):
         return None
     counts = Counter(staleness.tolist())

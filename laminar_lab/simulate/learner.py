@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from laminar_lab.emulation.settings import LearnerTimes, emulation_of
 from laminar_lab.simulate.record import INCARNATION, ObservedRecorder
 from laminar_lab.simulate.weights import ModelledWeights, weights_digest
@@ -14,6 +16,7 @@ from laminar_lab.step_time import version_bytes
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.control import (
     DeviceLease,
+    LiveSettings,
     RefillWatch,
     StepBatch,
     TrajectoryScheduler,
@@ -22,7 +25,7 @@ from laminar_py.control import (
     step_events,
 )
 from laminar_py.learner.packing import bundle_size
-from laminar_py.observe import Stats
+from laminar_py.observe import Stats, replay_figures
 from laminar_py.records import StepRow
 from laminar_py.records.events import VersionPublished
 from laminar_py.records.metrics import StepMetrics, Work
@@ -46,6 +49,7 @@ class SimulatedLearner:
     def __init__(self, config: RunConfig, times: LearnerTimes, parts: LearnerParts) -> None:
         self._config, self._emulation, self._times = config, emulation_of(config), times
         self._scheduler = parts.scheduler
+        self._settings = LiveSettings(config, scheduler=parts.scheduler)
         self._recorder = parts.recorder
         self._weights = parts.weights
         self._stats, self._lease = parts.stats, parts.lease
@@ -53,7 +57,7 @@ class SimulatedLearner:
         self._attention_share = times.attention_share
         self._stall_s = times.publish_s / self._emulation.compression
         # a baseline of `experiments/paper/baselines.py` takes a part of a step at once
-        self._groups_at_once = config.rollout.prompts_per_step
+        self._groups_at_once = config.fresh_groups
         self.step, self.version = 0, -1
         solved = self._emulation.simulation.solved
         self._refill = RefillWatch(
@@ -117,12 +121,13 @@ class SimulatedLearner:
             step=self.step,
             version=batch.version,
             batch=batch.trajectories,
-            staleness=batch.staleness,
+            staleness=batch.staleness[: batch.num_fresh],
             metrics=metrics,
             generated_tokens=scheduler.state.generated_tokens,
             versions_alive=scheduler.state.versions_alive(),
             stall_s=self._stall_s if publishes else 0.0,
         )
+        row = msgspec.structs.replace(row, replay=replay_figures(batch.staleness[batch.num_fresh :]))
         with self._recorder.together():
             await scheduler.consumption.commit(batch, self.step)
             for event in step_events(row, batch, incarnation=INCARNATION, skipped=0):
@@ -130,6 +135,7 @@ class SimulatedLearner:
             if publishes:
                 self.publish_version()
         scheduler.consumption.checkpointed(self.step)
+        self._settings.stepped(row, batch)
         self._show(row)
 
     def _raise_fault(self, fault: str) -> None:
@@ -139,7 +145,8 @@ class SimulatedLearner:
     def _is_due(self) -> bool:
         """Whether the present step publishes."""
         unpublished = 1 + self._scheduler.state.ages.age_of(self.version)  # steps, with this one
-        return unpublished >= self._config.learner.publish_every or self.step + 1 == self._config.steps
+        publish_every = self._scheduler.state.settings.admission.publish_every
+        return unpublished >= publish_every or self.step + 1 == self._config.steps
 
     async def _learn(self, batch: StepBatch) -> StepMetrics:
         shares = self._emulation.simulation.shares_prompts

@@ -30,7 +30,7 @@ class AlarmsConfig(Section):
     optimizer: Reaction = Reaction.STOP
     """A trained tensor has gradients and does not change."""
     reference: Reaction = Reaction.STOP
-    """The reference model changes."""
+    """The reference model or the teacher changes."""
     checkpoint: Reaction = Reaction.STOP
     """A checkpoint on disk differs from the learner's state."""
     draws: Reaction = Reaction.STOP
@@ -45,3 +45,5 @@ class AlarmsConfig(Section):
     """The reward of a task never varies, or follows the length of the response alone."""
     coverage: Reaction = Reaction.WARN
     """Drops take one task, or long responses, more than others."""
+    staleness: Reaction = Reaction.WARN
+    """With `staleness.control`: the reward falls while old data has lost its effective sample size."""

@@ -12,11 +12,23 @@ from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
 
+from laminar_py.config.critic import CriticConfig
 from laminar_py.config.registry import Registry, named_section
 from laminar_py.config.reward import RewardConfig
 from laminar_py.config.rollout import RolloutConfig, SamplingConfig, WithoutSignal
-from laminar_py.config.section import ConfigError, Section, Share
-from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Column, Source
+from laminar_py.config.section import ConfigError, Section, Share, is_address
+from laminar_py.records.columns import (
+    ACTORS,
+    COMPUTED,
+    PLACES,
+    REFERENCE_LOGPROBS,
+    TEACHER_LOGPROBS,
+    VALUE_TARGETS,
+    VALUES,
+    Column,
+    Dtype,
+    Source,
+)
 
 
 class Advantage(StrEnum):
@@ -26,6 +38,7 @@ class Advantage(StrEnum):
     GROUP_MEAN = "group_mean"
     LEAVE_ONE_OUT = "leave_one_out"
     BATCH_STD = "batch_std"
+    GAE = "gae"
     NONE = "none"
 
 
@@ -108,6 +121,14 @@ def _weighted(clip_high: float) -> dict[str, Any]:
     return {"objective": Objective.WEIGHTED, "clip_low": 1.0, "clip_high": clip_high}
 
 
+OF_CRITIC = (
+    Column(name=PLACES, dtype=Dtype.INT32, source=Source.PACKER),
+    Column(name=ACTORS, dtype=Dtype.INT32, source=Source.PACKER),
+    Column(name=VALUES, source=Source.CRITIC),
+    Column(name=VALUE_TARGETS, source=Source.CRITIC),
+)
+
+
 # name -> settings that differ from the defaults of the fields, which make GRPO
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -124,6 +145,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "correction_high": 5.0,
         "updates_per_step": 4,
     },
+    "ppo": {"advantage": Advantage.GAE, "aggregation": Aggregation.TOKEN_MEAN},
     "tba": {"advantage": Advantage.NONE, "objective": Objective.BALANCE},
     "distill": {"advantage": Advantage.NONE, "teacher_coef": 1.0, **_weighted(1.0)},
 }
@@ -133,14 +155,18 @@ class AlgorithmConfig(Section):
     """The loss. `name` fills in settings that are left out; the defaults below make `grpo`."""
 
     name: str = "grpo"
-    """One of `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`, `cispo`, `aipo`, `decoupled_ppo`, `tba`,
-    `distill`, or a name that an installed package registers."""
+    """One of `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`, `cispo`, `aipo`, `decoupled_ppo`, `ppo`,
+    `tba`, `distill`, or a name that an installed package registers."""
     advantage: Advantage = Advantage.GROUP_STD
     """`group_std`: (r - mean) / std of the group. `group_mean`: r - mean. `leave_one_out`: r minus the mean of the
     group's other responses. `batch_std`: (r - mean) / std over the trained tokens of the whole step, which then
-    keeps all groups, whatever `rollout.without_signal` says. `none`: 0. With process rewards, r is the return of a
-    token (the sum of rewards from there on), and mean and std of a group are over its tokens, where each response
-    counts once."""
+    keeps all groups, whatever `rollout.without_signal` says. `gae`: generalised advantage estimation by a critic,
+    normalised in the same way; groups may have one member. A response that a cap ends is an end like others: its
+    reward counts, and no value is added for tokens that never came. `none`: 0. With process rewards, r is the
+    return of a token (the sum of rewards from there on), and mean and std of a group are over its tokens, where
+    each response counts once."""
+    critic: CriticConfig | None = None
+    """For `gae`: the value model."""
     overlong_tokens: Annotated[int, Field(ge=1)] | None = None
     """DAPO's overlong shaping: a response that reaches the last `overlong_tokens` before
     `rollout.sampling.max_new_tokens` loses reward, from 0 at the first of them linearly to 1 at the cap. The
@@ -197,17 +223,22 @@ class AlgorithmConfig(Section):
     of the learner's kind, runs the reference on each trajectory when it is finished, beside generation and
     training."""
     teacher_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Advantage of a token for each nat by which the teacher's log-probability is above the policy's. Your reward
-    function must return the column `teacher_logprobs`: the teacher's log-probability of each token, at the same
-    temperature and over the whole vocabulary."""
+    """Advantage of a token for each nat by which the teacher's log-probability is above the policy's. It is added
+    to `advantage`. Groups with equal rewards train, too."""
+    teacher: str | None = None
+    """The teacher, which has the tokenizer of `model.path`: a Hugging Face folder, run by a process of its own on
+    a device of the learner's kind, or the address of a running SGLang server, e.g. `http://10.0.0.5:30000`, whose
+    key is in SGLANG_API_KEY. None: your reward function returns the column `teacher_logprobs`, the teacher's
+    log-probability of each token, at the same temperature and over the whole vocabulary."""
 
     @property
     def columns(self) -> tuple[Column, ...]:
         """Extra inputs per token that this loss needs; a subclass adds its own."""
-        teacher = Column(name=TEACHER_LOGPROBS)
+        teacher = Column(name=TEACHER_LOGPROBS, source=Source.TEACHER if self.teacher else Source.SCORER)
         reference = Column(name=REFERENCE_LOGPROBS, source=Source.REFERENCE)
         compares = self.kl_coef > 0 or self.objective is Objective.BALANCE
-        return (*((teacher,) if self.teacher_coef > 0 else ()), *((reference,) if compares else ()))
+        valued = () if self.critic is None else OF_CRITIC
+        return (*((teacher,) if self.teacher_coef > 0 else ()), *((reference,) if compares else ()), *valued)
 
     @property
     def scored_columns(self) -> tuple[Column, ...]:
@@ -217,7 +248,29 @@ class AlgorithmConfig(Section):
     @property
     def packed_columns(self) -> tuple[Column, ...]:
         """Columns that trajectories have before the learner gets them; the learner computes the other columns."""
-        return self.columns if self.reference_in_own_process else self.scored_columns
+        given = (Source.SCORER, Source.PACKER, *self.stages)
+        return tuple(column for column in self.columns if column.source in given)
+
+    @property
+    def stages(self) -> tuple[Source, ...]:
+        """Frozen models with a process each, beside generation and training; each is the source of a column."""
+        runs = {Source.REFERENCE: self.reference_in_own_process, Source.TEACHER: self.teacher is not None}
+        return tuple(source for source, runs_alone in runs.items() if runs_alone)
+
+    @property
+    def computing_stages(self) -> tuple[Source, ...]:
+        """Stages that hold weights; for any other stage a server holds them."""
+        return tuple(one for one in self.stages if one is not Source.TEACHER or self.teacher_url is None)
+
+    @property
+    def teacher_url(self) -> str | None:
+        """Address of the server that runs the teacher, if one does."""
+        return self.teacher if self.teacher and "://" in self.teacher else None
+
+    @property
+    def teacher_folder(self) -> Path | None:
+        """Folder of the teacher that a process of the run holds, if one does."""
+        return Path(self.teacher) if self.teacher and self.teacher_url is None else None
 
     @property
     def has_reference(self) -> bool:
@@ -244,12 +297,13 @@ class AlgorithmConfig(Section):
         """True where the loss compares means of responses, or may: a longer tree is not cut then."""
         by_token = self.objective in (Objective.CLIP, Objective.WEIGHTED)
         masks = self.correction not in (Correction.NONE, *WEIGHTS)
-        return not by_token or masks or ALGORITHMS.get(self.name).objective is not None
+        chains = self.critic is not None  # values of later tokens are part of a token's advantage
+        return not by_token or masks or chains or ALGORITHMS.get(self.name).objective is not None
 
     @property
     def normalises_step(self) -> bool:
         """True where advantages are normalised over a whole step, so that every group stays in it."""
-        return self.advantage is Advantage.BATCH_STD
+        return self.advantage in (Advantage.BATCH_STD, Advantage.GAE)
 
     @model_validator(mode="before")
     @classmethod
@@ -257,7 +311,8 @@ class AlgorithmConfig(Section):
         """Add the preset of the section's `name` for settings that the section leaves out."""
         if not isinstance(settings, dict):
             return settings
-        return PRESETS.get(str(settings.get("name", "grpo")), {}) | settings
+        filled = PRESETS.get(str(settings.get("name", "grpo")), {}) | settings
+        return {"critic": {}} | filled if filled.get("advantage") == Advantage.GAE else filled
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -267,6 +322,7 @@ class AlgorithmConfig(Section):
         if self.objective is Objective.BALANCE:
             self._check_balance()
         self._check_teaching()
+        self._check_critic()
         if self.reference_in_own_process and not self.has_reference:
             raise ConfigError(
                 f"algorithm.reference_pass=stage: there is no reference model with algorithm.kl_coef=0 and"
@@ -275,7 +331,7 @@ class AlgorithmConfig(Section):
         return self
 
     def _check_columns(self) -> None:
-        """Raise `ConfigError` if a column is declared twice, or the reference model cannot give it."""
+        """Raise `ConfigError` if a column is declared twice, or its frozen model cannot give it."""
         seen = set[str]()
         for column in self.columns:
             if column.name in seen:
@@ -283,11 +339,26 @@ class AlgorithmConfig(Section):
                     f"algorithm.name={self.name}: declares column {column.name!r} twice; fix that package"
                 )
             seen.add(column.name)
-            if column.source is Source.REFERENCE and column.name != REFERENCE_LOGPROBS:
+            names = COMPUTED.get(column.source)
+            if names is not None and column.name not in names:
                 raise ConfigError(
-                    f"algorithm.name={self.name}: column {column.name!r} cannot come from the reference model,"
-                    f" which gives only {REFERENCE_LOGPROBS!r}; fix that package"
+                    f"algorithm.name={self.name}: column {column.name!r} cannot come from the {column.source},"
+                    f" which gives only {', '.join(map(repr, names))}; fix that package"
                 )
+
+    def _check_critic(self) -> None:
+        """Raise `ConfigError` for a critic without use, or `gae` without a critic."""
+        if self.advantage is not Advantage.GAE and self.critic is not None:
+            raise ConfigError(
+                f"algorithm.critic: advantage={self.advantage} uses no values; leave critic out, or set"
+                " algorithm.advantage to gae"
+            )
+        if self.advantage is Advantage.GAE and self.critic is None:
+            raise ConfigError("algorithm.critic=null: advantage=gae needs a critic; leave critic out, or name lr")
+        if self.critic is not None and self.objective is Objective.BALANCE:
+            raise ConfigError(
+                "algorithm.advantage=gae: objective=balance has no advantages; set advantage to none"
+            )
 
     def _check_ratios(self) -> None:
         """Raise `ConfigError` if a cap or correction of importance ratios has no effect or an empty range."""
@@ -336,10 +407,15 @@ class AlgorithmConfig(Section):
             raise ConfigError(
                 "algorithm.advantage=none leaves a loss without gradient; set another advantage, or teacher_coef"
             )
-        if self.teacher_coef > 0 and self.advantage is not Advantage.NONE:
+        if self.teacher is not None and not self.teacher_coef:
             raise ConfigError(
-                f"algorithm.advantage={self.advantage}: with teacher_coef the advantages come from the"
-                " teacher; set advantage to none"
+                f"algorithm.teacher={self.teacher}: has no effect with teacher_coef=0; set teacher_coef above"
+                " 0, or leave teacher out"
+            )
+        if self.teacher_url is not None and not is_address(self.teacher_url):
+            raise ConfigError(
+                f"algorithm.teacher={self.teacher}: no address of a server; write one such as"
+                " http://10.0.0.5:30000"
             )
 
 
@@ -411,4 +487,10 @@ def check_teaching(algorithm: AlgorithmConfig, rollout: RolloutConfig, reward: R
         raise ConfigError(
             f"algorithm.teacher_coef={algorithm.teacher_coef} needs log-probabilities over the whole vocabulary,"
             " which rollout.sampling cuts; leave top_k, top_p and min_p out"
+        )
+    if algorithm.teacher_url is not None and rollout.sampling.temperature != 1:
+        raise ConfigError(
+            f"algorithm.teacher={algorithm.teacher}: a server gives log-probabilities at temperature 1, and"
+            f" rollout.sampling.temperature={rollout.sampling.temperature}; set that to 1, or name the folder of"
+            " the teacher"
         )

@@ -190,12 +190,12 @@ class PackerConfig(Section):
 def check_microbatches(
     packer: PackerConfig, learner: LearnerConfig, rollout: RolloutConfig, *, staged: bool
 ) -> None:
-    """Raise `ConfigError` if a microbatch, or the reference's own process (`staged`), cannot hold a trajectory."""
+    """Raise `ConfigError` if a microbatch, or a process of a frozen model (`staged`), cannot hold a trajectory."""
     ranks = learner.context_parallel
     if staged and rollout.max_len > packer.max_tokens:
         raise ConfigError(
-            f"algorithm.reference_pass=stage: its one rank has packer.max_tokens={packer.max_tokens}, below"
-            f" rollout.max_len={rollout.max_len}; set it to learner, or raise packer.max_tokens"
+            f"packer.max_tokens={packer.max_tokens} is below rollout.max_len={rollout.max_len}, and a stage of"
+            " algorithm.reference_pass or algorithm.teacher has one rank; raise packer.max_tokens"
         )
     if rollout.max_len > packer.max_tokens * ranks:
         held = f"packer.max_tokens={packer.max_tokens}" + (f" on {ranks} ranks" if ranks > 1 else "")

@@ -16,7 +16,6 @@ from pydantic_core import ErrorDetails
 
 from laminar_py.config.engine import BACKENDS, EngineConfig
 from laminar_py.config.registry import SECTION
-from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 
@@ -249,28 +248,3 @@ def to_overrides(settings: Mapping[str, object]) -> list[str]:
     """Return settings as `name=value` arguments: plain words as they are, other values as JSON (also YAML)."""
     plain = {key: isinstance(value, str) and WORD.fullmatch(value) for key, value in settings.items()}
     return [f"{key}={value if plain[key] else json.dumps(value)}" for key, value in settings.items()]
-
-
-def scaled(config: RunConfig, replicas: int) -> RunConfig:
-    """Return the config with another number of replicas. Raises `ConfigError`.
-
-    A smaller draining fleet must admit a learner step under one version, else the learner would wait for a second
-    version at every step.
-    """
-    rollout, step = config.rollout, config.trajectories_per_step
-    if rollout.engine.servers:
-        raise ConfigError(
-            f"rollout.replicas={replicas}: this run attaches to {len(rollout.engine.servers)} servers; stop it and"
-            " resume it with another rollout.engine.urls"
-        )
-    most = rollout.batch_per_replica
-    shrinks = 0 < replicas < rollout.replicas and rollout.on_new_weights is OnNewWeights.DRAIN
-    if shrinks and replicas * most < step:
-        raise ConfigError(
-            f"rollout.replicas={replicas}: a learner step takes {step} trajectories (rollout.prompts_per_step *"
-            f" rollout.group_size), and {replicas} with rollout.batch_per_replica={most} admit {replicas * most}"
-            f" under a version; ask for {-(-step // most)} at least"
-        )
-    tree = config.model_dump(mode="json")
-    tree["rollout"]["replicas"] = replicas
-    return parse_config(tree)

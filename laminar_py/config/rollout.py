@@ -7,7 +7,9 @@ from pydantic import Field, model_validator
 
 from laminar_py.config.engine import AnyEngineConfig, EngineConfig
 from laminar_py.config.registry import Registry
+from laminar_py.config.replay import ReplayConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, Section, Share
+from laminar_py.config.steering import StalenessControl
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.pieces import Recording
 
@@ -37,6 +39,8 @@ class StalenessConfig(Section):
     policies: tuple[StalePolicy, ...] = (StalePolicy.WAIT, StalePolicy.REWEIGHT)
     """`wait`: delay admission so that trajectories rarely reach the bound. `drop`: drop trajectories above the
     bound at consumption. `reweight`: scale their loss by `(max_staleness + 1) / (staleness + 1)`."""
+    control: StalenessControl | None = None
+    """Move the bound during the run, within limits; none: it stays."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -46,11 +50,22 @@ class StalenessConfig(Section):
             raise ConfigError(
                 "staleness.policies=[]: does not enforce staleness.max_staleness; name wait, drop or reweight"
             )
+        control, bound = self.control, self.max_staleness
+        if control is not None and (bound is None or not control.min <= bound <= control.max):
+            raise ConfigError(
+                f"staleness.max_staleness={'null' if bound is None else bound}: staleness.control moves it from"
+                f" {control.min} to {control.max}; set it to a number between them, or change these limits"
+            )
         return self
 
     def unbounded(self, schedule: Schedule) -> bool:
         """True if neither `max_staleness` nor the schedule limits the age of a trajectory."""
         return schedule is Schedule.ASYNC and self.max_staleness is None
+
+    @property
+    def waits(self) -> bool:
+        """True if the bound delays admission."""
+        return StalePolicy.WAIT in self.policies
 
     @property
     def enforced(self) -> int | None:
@@ -64,6 +79,8 @@ class BufferConfig(Section):
     capacity: Count | None = None
     """Most live trajectories (running, being scored, ready, in the learner); at this number no prompt is admitted.
     Default: 4 learner steps and one batch for each replica."""
+    replay: ReplayConfig = ReplayConfig()
+    """Replay: steps train on earlier groups again."""
 
 
 def check_buffer(capacity: int, trajectories_per_step: int) -> None:
@@ -88,6 +105,11 @@ def check_schedule(schedule: Schedule, staleness: StalenessConfig, *, publish_ev
             f"staleness.max_staleness={staleness.enforced}: with schedule={schedule} and"
             f" learner.publish_every={publish_every} trajectories between two versions are older; set it to at"
             f" least {least}"
+        )
+    if staleness.control is not None and (schedule is not Schedule.ASYNC or not staleness.waits):
+        raise ConfigError(
+            f"staleness.control: schedule={schedule} and staleness.policies={','.join(staleness.policies)} admit"
+            " as much at any bound; set schedule to async and name wait, or leave staleness.control out"
         )
 
 
@@ -170,7 +192,7 @@ class RolloutConfig(Section):
     prompts_per_step: Count = 32
     """Groups in a learner step."""
     group_size: Count = 8
-    """Samples of one prompt (K)."""
+    """Samples of one prompt (K). 1 needs an `algorithm.advantage` without a group: `gae` or `batch_std`."""
     batch_per_replica: Count = Field(default_factory=_usual_batch)
     """Trajectories that a draining replica admits under one version before it loads newer weights. Default: twice
     a replica's share of a learner step, at most a whole step, in whole groups."""
@@ -183,8 +205,8 @@ class RolloutConfig(Section):
     """Use of groups whose rewards are all equal, so that their advantages are 0. `train` on them. `skip`
     them: the same gradient for less work, except for the divergence from a reference and for
     `algorithm.overlong_tokens`. `refill`: generate more groups until the step has enough with signal (dynamic
-    sampling). With process rewards the rewards of tokens count. `algorithm.advantage=batch_std` always trains on
-    all groups."""
+    sampling). With process rewards the rewards of tokens count. `algorithm.advantage` of `batch_std` or `gae`
+    always trains on all groups."""
     max_refill: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
     """`refill`: most groups that are generated for one step, as a multiple of `prompts_per_step`. Then the step
     runs with the groups that have signal, and an event says how many groups were solved or hopeless. Below one
@@ -208,11 +230,14 @@ class RolloutConfig(Section):
         return Recording.ROUTED_EXPERTS not in self.record
 
 
-def check_rollout(rollout: RolloutConfig) -> None:
-    """Raise `ConfigError` for sampling that cannot be trained on, and for engines without room for a group."""
+def check_rollout(rollout: RolloutConfig, *, least_group: int) -> None:
+    """Raise `ConfigError` for sampling that cannot be trained on, and for engines without room for a group.
+
+    A group has at least `least_group` members.
+    """
     _check_vocabulary(rollout)
     _check_sampling(rollout)
-    _check_groups(rollout)
+    _check_groups(rollout, least_group)
 
 
 def _check_vocabulary(rollout: RolloutConfig) -> None:
@@ -249,11 +274,14 @@ def _check_sampling(rollout: RolloutConfig) -> None:
         )
 
 
-def _check_groups(rollout: RolloutConfig) -> None:
-    """Raise `ConfigError` if a group has fewer than two members, or does not fit on one replica."""
+def _check_groups(rollout: RolloutConfig, least: int) -> None:
+    """Raise `ConfigError` if a group has fewer than `least` members, or does not fit on one replica."""
     size = rollout.group_size
-    if size < 2:
-        raise ConfigError("rollout.group_size=1: a group of one has no advantages; set at least 2")
+    if size < least:
+        raise ConfigError(
+            f"rollout.group_size={size}: a group of one has no advantages; set at least {least}, or set"
+            " algorithm.name to ppo or reinforce_pp, which need no group"
+        )
     for name, value in (("batch_per_replica", rollout.batch_per_replica), ("max_batch", rollout.max_batch)):
         if value < size:
             raise ConfigError(

@@ -31,6 +31,7 @@ from laminar_py.config.engine import BACKENDS
 from laminar_py.config.environment import AnyEnvironmentConfig, check_environment
 from laminar_py.config.evaluation import EvalConfig, check_evaluation
 from laminar_py.config.learner import LearnerConfig, PackerConfig, check_lora, check_microbatches
+from laminar_py.config.replay import check_replay
 from laminar_py.config.reward import RewardConfig, check_sets
 from laminar_py.config.rollout import (
     NO_PLANNER,
@@ -110,10 +111,15 @@ class RunConfig(Section):
         """Check settings of different sections against each other. Raises `ConfigError`."""
         algorithm, rollout = self.algorithm, self.rollout
         random_start = self.model.from_scratch and self.warm_start is None
-        check_rollout(rollout)
+        check_rollout(rollout, least_group=1 if algorithm.normalises_step else 2)
         check_overlong(algorithm, rollout.sampling)
-        check_microbatches(self.packer, self.learner, rollout, staged=algorithm.reference_in_own_process)
+        check_microbatches(self.packer, self.learner, rollout, staged=bool(algorithm.computing_stages))
         check_buffer(self.capacity, self.trajectories_per_step)
+        check_replay(
+            self.buffer.replay,
+            prompts_per_step=rollout.prompts_per_step,
+            staged_reference=algorithm.reference_in_own_process,
+        )
         check_reference(algorithm, random_start=random_start)
         check_teaching(algorithm, rollout, self.reward)
         check_lora(self.learner.lora, random_start=random_start)
@@ -183,9 +189,9 @@ class RunConfig(Section):
 
     @property
     def gpus(self) -> int:
-        """GPUs of the learner, the reference stage, engines and reward servers, without attached servers."""
+        """GPUs of the learner, frozen models as stages, engines and reward servers, without attached servers."""
         rollout, launched = self.rollout, (self.reward.servers[pool] for pool, _ in self.reward.launched)
-        trained = self.learner.world_size + self.algorithm.reference_in_own_process
+        trained = self.learner.world_size + len(self.algorithm.computing_stages)
         return (
             (trained if self.learner_device is Device.CUDA else 0)
             + (0 if rollout.engine.hosts else (rollout.replicas - self.shared_replicas) * rollout.engine.gpus)
@@ -204,9 +210,20 @@ class RunConfig(Section):
         return self.rollout.prompts_per_step * self.rollout.group_size
 
     @property
+    def fresh_groups(self) -> int:
+        """Groups of a learner step without replayed ones."""
+        groups = self.rollout.prompts_per_step
+        return groups - self.buffer.replay.groups_of(groups)
+
+    @property
     def capacity(self) -> int:
-        """Most live trajectories: `buffer.capacity`, by default 4 steps and the trajectories of all replicas."""
-        return self.buffer.capacity or 4 * self.trajectories_per_step + self._in_flight
+        """Most live trajectories: `buffer.capacity`, by default 4 steps and the trajectories of all replicas.
+
+        With `staleness.control` the default has room for its largest bound.
+        """
+        control = self.staleness.control
+        steps = 4 if control is None else max(4, 1 + control.max)
+        return self.buffer.capacity or steps * self.trajectories_per_step + self._in_flight
 
     @property
     def _in_flight(self) -> int:

@@ -1,6 +1,7 @@
 """The base of all config sections, common bounds, and the error for a user's mistake."""
 
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,3 +21,13 @@ class Section(BaseModel):
     """Base of all sections: frozen, without unknown keys, without casts of strings to numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+def is_address(url: str) -> bool:
+    """True for an http or https URL with a host, and a numeric port if it has one."""
+    try:
+        parts = urlsplit(url)
+        named = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
+    return named and parts.scheme in ("http", "https")

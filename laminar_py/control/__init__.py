@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from laminar_py.control.lease import Holder as Holder
     from laminar_py.control.lease import leased_batch as leased_batch
     from laminar_py.control.lease import make_lease as make_lease
+    from laminar_py.control.live_settings import LiveSettings as LiveSettings
     from laminar_py.control.scheduler import TrajectoryScheduler as TrajectoryScheduler
     from laminar_py.control.settings import control_settings as control_settings
     from laminar_py.control.steps import RefillWatch as RefillWatch

@@ -1,37 +1,45 @@
 """Consumption takes batches out of the buffer for the learner, commits them, and undoes them after a crash.
 
 `control.scheduler` owns it. A trajectory is consumed when its step is committed, not when the learner gets it; the
-consumption can be undone until a checkpoint holds the step (law 1). A trajectory that is too old, or too long for
+consumption can be undone until a checkpoint holds the step (law 1). A batch may also have groups that earlier
+steps consumed: their replays are events of their own. A trajectory that is too old, or too long for
 a microbatch, is dropped with an event (law 6).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from laminar_py.control.groups import Group
+from laminar_py.control.replay import PooledGroup, ReplayPool
 from laminar_py.control.state import ControlState
 from laminar_py.learner.packing.buffer import Buffer, ReadyGroup
 from laminar_py.learner.packing.layout import row_size
+from laminar_py.ledger.recovery import ConsumedGroup
 from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.records.events import RefillStopped, Undone
+from laminar_py.records.events import Consumed, RefillStopped, Replayed, Undone
 from laminar_py.records.spans import num_sampled, versions_of
 from laminar_py.records.trajectory import DropReason, FinishReason, Status, TrajectoryRef
+
+log = logging.getLogger(__name__)
 
 COMMITTED_AT_ONCE = 64  # trajectories, before the event loop gets to other work
 
 
 @dataclass(slots=True, kw_only=True)
 class StepBatch:
-    """Groups of one learner step, taken from the buffer, and their trajectories with loss weights."""
+    """Groups of one learner step, taken from the buffer or replayed, and their trajectories with loss weights."""
 
     version: int  # of the learner when it took the batch
     groups: list[ReadyGroup] = field(default_factory=list)
-    trajectories: list[TrajectoryRef] = field(default_factory=list)
-    wanted: int = 0  # groups that the step asked for
+    replayed: list[PooledGroup] = field(default_factory=list)
+    trajectories: list[TrajectoryRef] = field(default_factory=list)  # of `groups`, then of `replayed`
+    wanted: int = 0  # groups that the step asked for, without replayed ones
     refilled: tuple[float, ...] = ()  # one reward of each group without signal that `refill` replaced
+    spare: int = 0  # ready groups that it left in the buffer
     ages: dict[int, int] = field(default_factory=dict)  # staleness by version, see `records.ages`
 
     @property
@@ -40,20 +48,26 @@ class StepBatch:
         return [self.ages[trajectory.oldest_version] for trajectory in self.trajectories]
 
     @property
+    def num_fresh(self) -> int:
+        """Number of leading trajectories that no step has trained on before."""
+        return len(self.trajectories) - sum(len(group.members) for group in self.replayed)
+
+    @property
     def tokens_without_signal(self) -> list[int]:
         """Tokens of each response without signal that would be trained if its group had signal."""
         return [tokens for group in self.groups for tokens in group.tokens_without_signal]
 
 
 class Consumption:
-    """The buffer of ready groups, and the consumptions since the last checkpoint."""
+    """The buffer of ready groups, the consumptions since the last checkpoint, and the groups for replays."""
 
     def __init__(self, state: ControlState) -> None:
         self.buffer = Buffer()
         self._state = state
-        self._bound = state.settings.bound
         self._packing = state.settings.packing
         self._undoable: list[tuple[int, LiveTrajectory]] = []  # (step, trajectory) since the last checkpoint
+        settings = state.settings
+        self._pool = ReplayPool(settings.replay, wanted=settings.replayed_groups, seed=settings.seed)
 
     async def put(self, group: Group) -> None:
         """Put the READY members of a group in the buffer, but drop members too long for a microbatch."""
@@ -76,7 +90,7 @@ class Consumption:
     async def next_batch(
         self, *, groups: int, version: int, last_call: Callable[[], Awaitable[None]] | None = None
     ) -> StepBatch:
-        """Wait for `groups` ready groups, and return them as a batch for a learner at `version`.
+        """Wait for `groups` ready groups; return them, with replays, as a batch for a learner at `version`.
 
         Members beyond the staleness bound are dropped first. If too many groups had no signal
         (`rollout.max_refill`), the batch has fewer groups, or none. `last_call`, awaited once the buffer has
@@ -91,6 +105,7 @@ class Consumption:
             if len(self.buffer) >= groups or self._ends_refill:
                 batch = self._take(min(groups, len(self.buffer)), version)
                 batch.wanted, batch.refilled = groups, tuple(self._state.refilled)
+                batch.spare = len(self.buffer)
                 self._state.refilled.clear()
                 self._state.num_in_step = len(batch.groups)
                 self._state.num_missing = groups - len(batch.groups) if batch.groups else 0
@@ -104,23 +119,31 @@ class Consumption:
             await self.buffer.put_back(group)
 
     async def commit(self, batch: StepBatch, step: int) -> None:
-        """Record that learner step `step` consumed the batch's trajectories, and close the batch's groups.
+        """Record that learner step `step` consumed or replayed the batch's trajectories, and close its groups.
 
         The event loop gets to other work in between, so the caller keeps the events in one ledger transaction
         (`Ledger.together`).
         """
-        pairs = zip(batch.trajectories, batch.staleness, strict=True)
+        num_fresh, pairs = batch.num_fresh, zip(batch.trajectories, batch.staleness, strict=True)
         for place, (trajectory, staleness) in enumerate(pairs, 1):
             if place % COMMITTED_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            member = self._state.live[trajectory.id]
-            event = member.consumed(
-                step=step, version=batch.version, staleness=staleness, weight=trajectory.weight
+            kind: type[Consumed] | type[Replayed] = Consumed if place <= num_fresh else Replayed
+            if kind is Consumed:
+                self._undoable.append((step, self._state.live[trajectory.id]))
+            self._state.record(
+                kind(
+                    trajectory_id=trajectory.id,
+                    step=step,
+                    version=batch.version,
+                    staleness=staleness,
+                    weight=trajectory.weight,
+                )
             )
-            self._state.record(event)
-            self._undoable.append((step, member))
+        self._pool.record(batch.replayed, step)
         for group in batch.groups:
             del self._state.groups[group.group_id]
+            self._pool.add(PooledGroup(id=group.group_id, step=step, members=group.members))
         self._state.num_in_step = self._state.num_missing = 0
         self._state.ages.record_step(learned=bool(batch.trajectories))
 
@@ -142,11 +165,13 @@ class Consumption:
 
     def checkpointed(self, step: int) -> None:
         """Forget the consumptions up to `step`, which a checkpoint holds: they cannot be undone any more."""
+        self._pool.checkpointed(step)
         self._undoable = [entry for entry in self._undoable if entry[0] > step]
 
     async def roll_back(self, step: int) -> int:
         """Undo consumption since the checkpoint of `step`; return how many trajectories are back in the buffer."""
         self._state.ages.record_rollback(step)
+        self._pool.roll_back(step)
         undone, self._undoable = self._undoable, []
         groups: dict[str, Group] = {}
         for of_step, member in undone:
@@ -157,6 +182,12 @@ class Consumption:
         for group in groups.values():
             await self.put(group)
         return len(undone)
+
+    def restore_pool(self, consumed: Iterable[ConsumedGroup]) -> None:
+        """Fill an empty pool with groups that a resumed run may replay, in order of consumption."""
+        for group in consumed:
+            members = [self._masked(member.as_ref()) for member in group.members]
+            self._pool.add(PooledGroup(id=group.id, step=group.step, members=members, replays=list(group.replays)))
 
     # ---- choosing a batch
 
@@ -172,18 +203,23 @@ class Consumption:
         return state.refill_exhausted and not (num_generating and state.settings.admission.by_batch)
 
     def _take(self, count: int, version: int) -> StepBatch:
-        """Remove the oldest `count` groups from the buffer; return them as the batch of a learner at `version`."""
+        """Remove the oldest `count` groups from the buffer; return them and replays as a batch."""
         groups = self.buffer.first(count)
         if self._packing and self._packing.by_id:
             groups.sort(key=lambda group: (len(group.group_id), group.group_id))  # as they were issued
         self.buffer.remove_groups(groups)
+        ages = self._state.ages
+        replayed = self._pool.draw(ages.last_step + 1, age_of=ages.age_of) if groups else []
         trajectories = [t for group in groups for t in self._weighted(group)]
-        ages = {v: self._state.ages.age_of(v) for t in trajectories for v in versions_of(t.spans)}
-        return StepBatch(version=version, groups=groups, trajectories=trajectories, ages=ages)
+        trajectories += [member for group in replayed for member in group.members]
+        by_version = {v: ages.age_of(v) for t in trajectories for v in versions_of(t.spans)}
+        return StepBatch(
+            version=version, groups=groups, replayed=replayed, trajectories=trajectories, ages=by_version
+        )
 
     def _weighted(self, group: ReadyGroup) -> list[TrajectoryRef]:
         """Return a group's members, with the loss weights of their staleness."""
-        pairs = [(item, self._bound.weight(self._age(item))) for item in group.members]
+        pairs = [(item, self._state.settings.bound.weight(self._age(item))) for item in group.members]
         return [msgspec.structs.replace(item, weight=item.weight * (weight or 0.0)) for item, weight in pairs]
 
     # ---- dropped and masked trajectories
@@ -218,12 +254,17 @@ class Consumption:
 
         def staleness(member: TrajectoryRef) -> str | None:
             age = self._age(member)
-            return f"staleness {age}" if self._bound.weight(age) is None else None
+            return f"staleness {age}" if self._state.settings.bound.weight(age) is None else None
 
         self._drop_members(DropReason.STALE, staleness, most=count)
 
     def drop_lost(self, lost: Mapping[str, str]) -> None:
-        """Drop buffered trajectories whose stored tokens are lost; `lost` maps trajectory ids to lost parts."""
+        """Drop buffered trajectories whose stored tokens are lost; `lost` maps trajectory ids to lost parts.
+
+        A consumed group that lost tokens is replayed no more.
+        """
+        for group in self._pool.drop(lost):
+            log.warning("group %s is replayed no more: tokens of it are lost", group)
         self._drop_members(DropReason.TOKENS_LOST, lambda member: lost.get(member.id), most=len(self.buffer))
 
     def _drop_members(

@@ -1,4 +1,4 @@
-"""Arrivals at the controller: reports of replicas, scores, reference log-probabilities, deadlines, crashes.
+"""Arrivals at the controller: reports of replicas, scores, columns of frozen models, deadlines, crashes.
 
 `control.scheduler` owns `Incoming`. Each arrival becomes events, which change the state of trajectories. Then the
 trajectory waits for a replica (`control.waiting`), or its group closes and goes to `control.consumption`. No group
@@ -16,7 +16,6 @@ from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.segments.salvage import RecordedProgress, Salvaged
 from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.records.columns import REFERENCE_LOGPROBS
 from laminar_py.records.events import Cut, Ready, Restamped
 from laminar_py.records.host import Clock
 from laminar_py.records.pieces import ColumnRef
@@ -83,7 +82,7 @@ class Incoming:
         evaluations: Evaluations,
         consumption: Consumption,
         submit_for_scoring: Callable[[TrajectoryRef, Prompt], None],
-        submit_reference: Callable[[TrajectoryRef], None] | None,
+        submit_for_columns: Mapping[str, Callable[[TrajectoryRef], None]],
         credit: Credit,
         clock: Clock,
         on_rewards: Callable[[GroupRewards], None],
@@ -94,7 +93,7 @@ class Incoming:
         self._evaluations = evaluations
         self._consumption = consumption
         self._submit_score = submit_for_scoring
-        self._submit_reference = submit_reference
+        self._submit_for_columns = submit_for_columns
         self._credit = credit
         self._clock = clock
         self._on_rewards = on_rewards
@@ -229,20 +228,18 @@ class Incoming:
                 ),
             )
 
-    # ---- scores and reference log-probabilities
+    # ---- scores and columns of frozen models
 
     def _submit(self, trajectory: LiveTrajectory) -> None:
-        """Queue a response for scoring if it has no score, and for the reference model if the run has one."""
+        """Queue a response for scoring if it has no score, and for the run's frozen models if it trains."""
         if trajectory.status is Status.FINISHED:
             self._submit_score(trajectory.as_ref(), trajectory.prompt)
-        if self._submit_reference is not None and trajectory.trains:
-            self._submit_reference(trajectory.as_ref())
+        for submit in self._submit_for_columns.values() if trajectory.trains else ():
+            submit(trajectory.as_ref())
 
-    def _awaits_reference(self, members: Iterable[LiveTrajectory]) -> bool:
-        """Whether the run has a reference model, and some member still lacks its log-probabilities."""
-        return self._submit_reference is not None and any(
-            REFERENCE_LOGPROBS not in member.columns for member in members
-        )
+    def _awaits_columns(self, members: Iterable[LiveTrajectory]) -> bool:
+        """Whether some member still lacks the column of a frozen model."""
+        return any(name not in member.columns for member in members for name in self._submit_for_columns)
 
     async def on_score(self, score: Score) -> None:
         """Record a response's score, or drop the response if its reward failed; a group's last score closes it."""
@@ -257,12 +254,12 @@ class Incoming:
             self._state.record(trajectory.scored(score))
         await self._close_with(trajectory)
 
-    async def on_reference(self, trajectory_id: str, logprobs: ColumnRef) -> None:
-        """Note where a response's reference log-probabilities are stored; a group's last ones close the group."""
+    async def on_column(self, trajectory_id: str, name: str, logprobs: ColumnRef) -> None:
+        """Note where a response's column of a frozen model is stored; a group's last one closes the group."""
         trajectory = self._state.live.get(trajectory_id)
         if trajectory is None:
             return
-        trajectory.columns = trajectory.columns | {REFERENCE_LOGPROBS: logprobs}
+        trajectory.columns = trajectory.columns | {name: logprobs}
         group = self._state.groups[trajectory.group_id]
         if group.is_ready:
             await self._put(group)
@@ -283,7 +280,7 @@ class Incoming:
 
         A group with too few scored members is dropped. So is a group without signal, unless
         `rollout.without_signal=train`; under `skip` it keeps its place in a step. A group that trains stays open
-        until it has its reference log-probabilities.
+        until it has the columns of all frozen models.
         """
         if group.pending:
             return
@@ -297,7 +294,7 @@ class Incoming:
         rewards = tuple(member.reward or 0.0 for member in survivors)
         state.rewards = min(state.rewards[0], *rewards), max(state.rewards[1], *rewards)
         trains = state.settings.without_signal is WithoutSignal.TRAIN or has_signal(survivors)
-        if trains and self._awaits_reference(survivors):
+        if trains and self._awaits_columns(survivors):
             return
         state.num_generating -= 1
         self._on_rewards(GroupRewards(group.prompt.index, group.prompt.id, rewards))
@@ -315,8 +312,8 @@ class Incoming:
             await self._consumption.buffer.wake()
 
     async def _put(self, group: Group) -> None:
-        """Put a group of READY members in the buffer, unless a member lacks its reference log-probabilities."""
-        if not self._awaits_reference(group.members.values()):
+        """Put a group of READY members in the buffer, unless a member lacks the column of a frozen model."""
+        if not self._awaits_columns(group.members.values()):
             await self._consumption.put(group)
 
     # ---- deadlines, lost tokens, lost versions
@@ -365,7 +362,7 @@ class Incoming:
         """Drop trajectories whose stored tokens cannot be read any more; `lost` maps their ids to the lost parts.
 
         A trajectory that is not READY is issued again. A READY trajectory leaves the buffer, or its group that
-        waits for the reference model. In the learner's current step it stays, since its tokens were read.
+        waits for a frozen model. In the learner's current step it stays, since its tokens were read.
         """
         state = self._state
         self._waiting.remove(lost)
@@ -378,7 +375,7 @@ class Incoming:
                 state.moves.ends(trajectory.id)
                 state.abort(trajectory)
                 await self._drop_and_reissue(trajectory, DropReason.TOKENS_LOST, detail)
-            elif self._awaits_reference([trajectory]):
+            elif self._awaits_columns([trajectory]):
                 group = state.groups[trajectory.group_id]
                 state.drop([trajectory], DropReason.TOKENS_LOST, detail)
                 del group.members[trajectory.id]
@@ -416,12 +413,13 @@ class Incoming:
         """Fill an empty state with the trajectories that were live, and append `salvaged` tokens of replicas.
 
         Running trajectories are interrupted, and wait again. Members of a pass that the resumed run has not
-        requested are dropped. The ledger has no reference log-probabilities, so the model computes them again.
+        requested are dropped. The ledger has no columns of frozen models, so the models compute them again.
         """
         state = self._state
         salvaged_by_id = {item.trajectory_id: item for item in salvaged}
         state.next_prompt, state.ages = recovered.next_prompt, recovered.ages
         state.refilled, state.rewards = list(recovered.refilled), recovered.rewards
+        self._consumption.restore_pool(recovered.consumed)
         self._evaluations.next_index = max(self._evaluations.next_index, recovered.next_evaluation)
         for trajectory in recovered.live:
             state.recorder.machine.adopt(trajectory)

@@ -9,17 +9,18 @@ All parts share one `ControlState`. The controller (or a simulator) owns the `Tr
 and scores to it, and sends its assignments to replicas.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.consumption import Consumption, StepBatch
 from laminar_py.control.dispatcher import Dispatcher
 from laminar_py.control.evaluation import Evaluations
 from laminar_py.control.groups import Credit
 from laminar_py.control.incoming import Incoming
-from laminar_py.control.settings import ControlSettings
+from laminar_py.control.settings import ControlSettings, max_groups
 from laminar_py.control.state import ControlState, Phase, Recorder
 from laminar_py.control.waiting import WaitingQueue
 from laminar_py.ledger.recovery import Recovered
@@ -48,10 +49,10 @@ class TrajectoryScheduler:
     Callers use its parts directly: `incoming` for reports and scores, `dispatcher` for assignments, `consumption`
     for batches, `evaluations` for passes over held-out problems.
 
-    The parts call back: `submit_for_scoring` and `submit_reference` queue a finished response for scorers and for
-    the reference model (None: the run has none), whose results come back by `incoming`. `on_issued` gets id
-    and prompt of each new group, `on_rewards` the rewards of each closed group, `on_failing` the message with
-    which the run must end.
+    The parts call back: `submit_for_scoring` queues a finished response for scorers, `submit_for_columns` for the
+    frozen model of each column (none: {}). Their results come back by `incoming`. `on_issued` gets id and prompt
+    of each new group, `on_rewards` the rewards of each closed group, `on_failing` the message with which the run
+    must end.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class TrajectoryScheduler:
         on_failing: Callable[[str], None] = lambda message: None,
         recorder: Recorder,
         submit_for_scoring: Callable[[TrajectoryRef, Prompt], None],
-        submit_reference: Callable[[TrajectoryRef], None] | None = None,
+        submit_for_columns: Mapping[str, Callable[[TrajectoryRef], None]] = {},
         credit: Credit,
         clock: Clock,
     ) -> None:
@@ -80,7 +81,7 @@ class TrajectoryScheduler:
             evaluations=self.evaluations,
             consumption=self.consumption,
             submit_for_scoring=submit_for_scoring,
-            submit_reference=submit_reference,
+            submit_for_columns=submit_for_columns,
             credit=credit,
             clock=clock,
             on_rewards=on_rewards,
@@ -127,10 +128,21 @@ class TrajectoryScheduler:
         self.views.leave(replica)
         self.moves.leave(replica)
 
-    def resize(self, *, capacity: int) -> None:
-        """Set the most live groups to `capacity`, after the fleet grew or shrank."""
-        settings = self.state.settings
-        self.state.settings = replace(settings, admission=replace(settings.admission, capacity=capacity))
+    def adopt(self, config: RunConfig) -> None:
+        """Take over the changeable settings of `config`: capacity, staleness bound, steps between two versions.
+
+        The bound must not change while the learner has a batch, whose weights follow the earlier bound (law 12).
+        """
+        settings, bound = self.state.settings, config.staleness.max_staleness
+        admission = replace(
+            settings.admission,
+            capacity=max_groups(config),
+            max_staleness=bound,
+            publish_every=config.learner.publish_every,
+        )
+        assert bound == settings.bound.max_staleness or not self.state.num_in_step, "a batch is in the learner"
+        treatment = replace(settings.bound, max_staleness=bound)
+        self.state.settings = replace(settings, admission=admission, bound=treatment)
 
     # ---- between the parts
 

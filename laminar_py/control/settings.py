@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from laminar_py.config.algorithm import Truncated
+from laminar_py.config.replay import ReplayConfig
 from laminar_py.config.rollout import OnNewWeights, Schedule, StalePolicy, WithoutSignal
 from laminar_py.config.run import RunConfig
 from laminar_py.learner.packing.buffer import Packing
@@ -18,7 +19,7 @@ from laminar_py.records.engine import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """Limits on issuing new groups: `batch` groups make a learner step, at most `capacity` groups are live."""
+    """Limits on issuing new groups: `batch` new groups make a learner step, at most `capacity` groups are live."""
 
     schedule: Schedule
     batch: int
@@ -118,6 +119,8 @@ class ControlSettings:
     has_environment: bool = False  # an environment answers the turns of each trajectory
     versions_return: bool = False  # a resumed run publishes a lost version again, so its work is kept
     packing: Packing | None = None  # None: a step takes the oldest groups
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    replayed_groups: int = 0  # of a step, at most
 
 
 def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> ControlSettings:
@@ -138,15 +141,16 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
         one_version=rollout.on_new_weights is OnNewWeights.DRAIN,
         admission=Admission(
             schedule=config.schedule,
-            batch=rollout.prompts_per_step,
+            batch=config.fresh_groups,
             capacity=max_groups(config),
             max_staleness=staleness.max_staleness,
-            wait=StalePolicy.WAIT in staleness.policies,
+            wait=staleness.waits,
             publish_every=config.learner.publish_every,
             refills=without_signal is WithoutSignal.REFILL,
         ),
         bound=StalenessBound(staleness.max_staleness, staleness.policies),
         group_deadline_s=rollout.group_deadline_s,
+        min_group_survivors=min(2, rollout.group_size),
         max_seconds=rollout.max_seconds,
         has_environment=config.has_environment,
         packing=Packing(
@@ -155,6 +159,8 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
             by_id=config.schedule is Schedule.SYNC,
             cuts=not config.algorithm.needs_whole_responses,
         ),
+        replay=config.buffer.replay,
+        replayed_groups=rollout.prompts_per_step - config.fresh_groups,
     )
 
 

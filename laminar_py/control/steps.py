@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from laminar_py.config.algorithm import Advantage
 from laminar_py.config.run import RunConfig
 from laminar_py.control.consumption import StepBatch
 from laminar_py.learner.packing.balance import fit_bins
@@ -40,7 +41,7 @@ def pack_step(
         aggregation=algorithm.aggregation,
         ages=batch.ages,
         constant=config.rollout.sampling.max_new_tokens,
-        normalises=algorithm.normalises_step,
+        normalises=algorithm.advantage is Advantage.BATCH_STD,
         columns=algorithm.packed_columns,
     )
     return deal_to_ranks(

@@ -48,7 +48,17 @@ class Tokenizer:
     @property
     def num_ids(self) -> int:
         """The highest id plus one, with the ids of added tokens."""
-        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+        return 1 + max(self.vocabulary.values())
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Id of each token, added tokens included."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens."""
+        return frozenset(self._special)
 
     def with_ends(self, first: tuple[int, ...]) -> "Tokenizer":
         """Return a copy that has the ids `first` in front of its other `eos_ids`."""
@@ -187,6 +197,22 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
             f"model.path={model_dir}: tokenizer.json cannot be read ({error}); fix the file"
         ) from None
     return Tokenizer(backend, eos_ids=_read_eos_ids(model_dir, backend))
+
+
+def vocabulary_fault(folder: Path, tokenizer: Tokenizer) -> str | None:
+    """Say how the tokens of the tokenizer in a model folder differ from `tokenizer`; None if ids mean the same."""
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+        return f"its tokenizer.json cannot be read ({' '.join(str(error).split())})"
+    own, other = tokenizer.vocabulary, backend.get_vocab(with_added_tokens=True)
+    if differing := own.items() ^ other.items():
+        token, id = min(differing, key=lambda pair: (pair[1], pair[0]))
+        return f"its tokenizer differs at id {id}: {token!r} is in one of the two alone"
+    added = backend.get_added_tokens_decoder().items()
+    if others := tokenizer.special_ids ^ {id for id, token in added if token.special}:
+        return f"its tokenizer differs in the special tokens: id {min(others)} is one in one of the two alone"
+    return None
 
 
 class _NamedToken(msgspec.Struct):

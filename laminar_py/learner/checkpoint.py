@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -53,12 +54,19 @@ class RandomState(msgspec.Struct, frozen=True):
     cuda: bytes | None  # of the rank's device; None on a CPU
 
 
-class Loaded(msgspec.Struct, frozen=True):
-    """Result of a load, e.g. `Loaded(step=40, updates=160, fault="")`."""
+class LoadedCheckpoint(msgspec.Struct, frozen=True):
+    """Result of a load, e.g. `LoadedCheckpoint(step=40, updates=160, fault="")`."""
 
     step: int  # steps taken
     updates: int  # of the optimizer since the start
     fault: str  # how the learner differs from the files; "" if it does not
+
+
+class Trained(NamedTuple):
+    """A model and the optimizer of its trained weights."""
+
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
 
 
 class Checkpointer:
@@ -66,20 +74,20 @@ class Checkpointer:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        optimizer: torch.optim.Optimizer,
+        policy: Trained,
         *,
         mesh: DeviceMesh | None,
         adapters: AdapterFingerprint | None = None,
+        critic: Trained | None = None,
     ) -> None:
-        self._model = model
-        self._optimizer = optimizer
+        self._parts = {"": policy} | ({} if critic is None else {"critic_": critic})  # by prefix of their keys
         self._adapters = adapters
         self._rank, self._world_size = (mesh.get_rank(), mesh.size()) if mesh else (0, 1)
         # A group of its own, since the writing threads communicate at the same time as the collectives of steps.
         timeout = timedelta(seconds=COLLECTIVE_S)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if mesh else None
-        self._device: torch.device = model.compute_device
+        self._model = policy.model
+        self._device: torch.device = self._model.compute_device
         self._on_gpu = self._device.type == "cuda"
         # The stager keeps its memory, so that the next copy needs no fresh pages. It is private API: the public
         # class around it works for one copy only in torch 2.11.
@@ -93,9 +101,8 @@ class Checkpointer:
         Replaces an older `folder`. Waits first for a checkpoint that is still being written.
         """
         self.finish()
-        samples = sample_learner(self._model, self._optimizer, seed=f"{folder.name} of {self._rank}")
-        weights, moments = self._state()
-        staged = self._stager.stage({"model": weights, "optimizer": moments}, non_blocking=self._on_gpu)
+        samples = self._samples(seed=f"{folder.name} of {self._rank}")
+        staged = self._stager.stage(self._state(), non_blocking=self._on_gpu)
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         cuda = torch.cuda.get_rng_state(self._device).numpy().tobytes() if self._on_gpu else None
@@ -110,7 +117,7 @@ class Checkpointer:
         """
         return "" if self._writing is None else self._writing.result()
 
-    def load(self, folder: Path) -> Loaded:
+    def load(self, folder: Path) -> LoadedCheckpoint:
         """Restore model, optimizer and random generators bit for bit, and compare the learner with the files.
 
         A checkpoint of another world size leaves the random generators as they are. Raises `ConfigError` if the
@@ -118,26 +125,35 @@ class Checkpointer:
         """
         marker = read_marker(folder)
         check_model(folder, marker.model, architecture(self._model, self._adapters))
-        weights, moments = self._state()
-        state = {"model": weights, "optimizer": moments}
+        if marker.has_critic != (len(self._parts) > 1):
+            saved, own = ("has a critic", "none") if marker.has_critic else ("has no critic", "one")
+            raise ConfigError(
+                f"checkpoint={folder}: {saved}, and this run has {own}; set algorithm.advantage as it was, or"
+                " start a new run"
+            )
+        state = self._state()
         state_dict_loader.load(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
-        partial_state = StateDictOptions(strict=False)  # a checkpoint has no frozen weights
-        set_state_dict(
-            self._model, self._optimizer, model_state_dict=weights, optim_state_dict=moments, options=partial_state
-        )
+        for prefix, one in self._parts.items():
+            set_state_dict(
+                one.model,
+                one.optimizer,
+                model_state_dict=state[f"{prefix}model"],
+                optim_state_dict=state[f"{prefix}optimizer"],
+                options=StateDictOptions(strict=False),  # a checkpoint has no frozen weights
+            )
         if marker.world_size == self._world_size:
             random = decode(RandomState, _random_file(folder, self._rank).read_bytes())
             torch.set_rng_state(torch.frombuffer(bytearray(random.cpu), dtype=torch.uint8))
             if random.cuda is not None and self._on_gpu:
                 cuda = torch.frombuffer(bytearray(random.cuda), dtype=torch.uint8)
                 torch.cuda.set_rng_state(cuda, self._device)
-        samples = sample_learner(self._model, self._optimizer, seed=f"load {folder.name} on {self._rank}")
+        samples = self._samples(seed=f"load {folder.name} on {self._rank}")
         counted = counted_updates(samples)
         updates = counted if marker.updates is None else marker.updates
         fault = stored_fault(folder, samples)
         if not fault and counted != updates:
             fault = f"checkpoint {folder.name}: has {updates} updates, and AdamW has counted {counted}"
-        return Loaded(marker.step, updates, fault)
+        return LoadedCheckpoint(marker.step, updates, fault)
 
     # ---- on the writing thread
 
@@ -171,7 +187,13 @@ class Checkpointer:
         if self._rank == 0:
             model = architecture(self._model, self._adapters)
             complete_checkpoint(
-                partial, folder, step=step, world_size=self._world_size, model=model, updates=updates
+                partial,
+                folder,
+                step=step,
+                world_size=self._world_size,
+                model=model,
+                updates=updates,
+                has_critic=len(self._parts) > 1,
             )
         self._barrier()
         return saved_fault(folder, samples, step=step, updates=updates)
@@ -182,15 +204,30 @@ class Checkpointer:
 
     # ---- the state
 
-    def _state(self) -> tuple[dict[str, ValueType], OptimizerStateType]:
-        """Return trained weights and optimizer moments; before the first step the moments are zero."""
-        fresh = not self._optimizer.state
-        weights, moments = get_state_dict(self._model, self._optimizer)
-        if fresh:  # torch made them by a step, which the bias correction of later steps must not count
-            for values in self._optimizer.state.values():
-                if isinstance(values.get("step"), Tensor):
-                    values["step"].zero_()
-        return _trained(weights, self._model), moments
+    def _samples(self, *, seed: str) -> list[TensorSample]:
+        """Return samples of policy and critic, at places drawn from `seed`."""
+        found = []
+        for prefix, one in self._parts.items():
+            found += sample_learner(one.model, one.optimizer, seed=f"{seed}{prefix}", prefix=prefix)
+        return found
+
+    def _state(self) -> dict[str, Any]:
+        """Return the trained weights and the optimizer's moments of each part, under their keys in the files."""
+        state: dict[str, Any] = {}
+        for prefix, one in self._parts.items():
+            state[f"{prefix}model"], state[f"{prefix}optimizer"] = _state_of(one)
+        return state
+
+
+def _state_of(one: Trained) -> tuple[dict[str, ValueType], OptimizerStateType]:
+    """Return trained weights and optimizer moments; before the first step the moments are zero."""
+    fresh = not one.optimizer.state
+    weights, moments = get_state_dict(one.model, one.optimizer)
+    if fresh:  # torch made them by a step, which the bias correction of later steps must not count
+        for values in one.optimizer.state.values():
+            if isinstance(values.get("step"), Tensor):
+                values["step"].zero_()
+    return _trained(weights, one.model), moments
 
 
 def load_weights(folder: Path, model: PreTrainedModel, *, adapters: AdapterFingerprint | None = None) -> None:

@@ -58,14 +58,24 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     model: Architecture
     files: dict[str, int]  # name -> bytes
     updates: int | None = None  # of the optimizer since the start; None if an older version wrote the marker
+    has_critic: bool = False  # beside the policy
 
 
 def complete_checkpoint(
-    partial: Path, folder: Path, *, step: int, world_size: int, model: Architecture, updates: int | None = None
+    partial: Path,
+    folder: Path,
+    *,
+    step: int,
+    world_size: int,
+    model: Architecture,
+    updates: int | None = None,
+    has_critic: bool = False,
 ) -> None:
     """Write the marker into the folder `partial`, sync it, and rename it to `folder`, which it replaces."""
     files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-    marker = Marker(step=step, world_size=world_size, model=model, files=files, updates=updates)
+    marker = Marker(
+        step=step, world_size=world_size, model=model, files=files, updates=updates, has_critic=has_critic
+    )
     write_file(partial / MARKER, msgspec.json.encode(marker))
     sync(partial)
     shutil.rmtree(folder, ignore_errors=True)

@@ -7,12 +7,13 @@ follow from the weights alone (law 4).
 
 import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from blake3 import blake3
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -31,34 +32,37 @@ from laminar_py.learner.sharding import make_buffers
 from laminar_py.records.trajectory import MicroBatch
 
 SAMPLED = 3  # values of each tensor in a fingerprint
+TEACHER = "algorithm.teacher"  # whose vocabulary may be padded with more unused rows than the policy's
 
 
-def load_reference(
+def load_frozen(
     folder: Path,
     *,
+    field: str,
     vocab_size: int,
     temperature: float,
     device: torch.device,
     on_meta: bool = False,
     attention: Attention = Attention.AUTO,
 ) -> PreTrainedModel:
-    """Load the reference model in `folder`: frozen, in fp32 on `device`, with the packed forward.
+    """Load a frozen model, e.g. of the `field` algorithm.reference, in fp32 on `device`, with the packed forward.
 
     With `on_meta` it has no weights until `sharding.shard` fills them in. Raises `ConfigError` if the folder holds
-    no usable model, or the size of its vocabulary is not the policy's `vocab_size`.
+    no usable model, or its vocabulary has fewer tokens than the policy's `vocab_size`; a reference has as many.
     """
     source = ModelConfig(path=folder)
-    check_model_folder(source, field="algorithm.reference")
+    check_model_folder(source, field=field)
     model = load_policy(
         source, seed=0, temperature=temperature, device=device, on_meta=on_meta, attention=attention
     )
-    if model.config.vocab_size != vocab_size:
+    rows = model.config.vocab_size
+    if rows < vocab_size or (rows > vocab_size and field != TEACHER):
         raise ConfigError(
-            f"algorithm.reference={folder}: has a vocabulary of {model.config.vocab_size} tokens, the policy"
+            f"{field}={folder}: has a vocabulary of {rows} tokens, the policy"
             f" one of {vocab_size}; name a model with the policy's tokenizer"
         )
     model.requires_grad_(False)
-    model.router_replay = None  # the reference chooses its own experts
+    model.router_replay = None  # it chooses its own experts
     return model
 
 
@@ -103,12 +107,24 @@ def load_policy(
         fuse_norms(model)
     if is_mixture(model.config):
         model.router_replay = RouterReplay(model)
-    model.forward = types.MethodType(_packed_forward(temperature), model)
+    model.forward = types.MethodType(_packed_forward(partial(_read_tokens, temperature=temperature)), model)
     model.attention_choice = choice
     model.context = None  # `Learner` sets it where ranks share rows
     model.compute_device = device  # `model.device` is the host's where FSDP offloads to it
     # Evaluation mode: the new log-probabilities must follow from the weights alone, without dropout.
     return model.eval() if on_meta else model.to(device).eval()
+
+
+def add_value_head(model: PreTrainedModel) -> None:
+    """Make a policy, which `load_policy` returned, a value model: its output embedding is one row of zeros.
+
+    So each value is 0 until the first update of the head.
+    """
+    head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+    nn.init.zeros_(head.weight)
+    model.set_output_embeddings(head.to(model.compute_device))
+    model.forward = types.MethodType(_packed_forward(_read_values), model)
+    model.router_replay = None  # the critic chooses its own experts
 
 
 def _choose(config: PretrainedConfig, wanted: Attention, device: torch.device) -> Choice:
@@ -173,7 +189,14 @@ def policy_logprobs(
     needs no rows of prompts.
     """
     labels = torch.tensor(batch.labels, dtype=torch.long, device=model.compute_device)
-    return _forward(model, batch, rows, labels if rows is None else labels[rows])
+    logprobs, entropy = _forward(model, batch, rows, labels if rows is None else labels[rows])
+    return logprobs, entropy
+
+
+def state_values(model: PreTrainedModel, batch: MicroBatch, rows: Tensor) -> Tensor:
+    """Return a value model's values of the states at `rows` [N], ascending, of a microbatch, fp32 [N]."""
+    (values,) = _forward(model, batch, rows, None)
+    return values
 
 
 def next_logprobs(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
@@ -185,7 +208,7 @@ def next_logprobs(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
 
 def _forward(
     model: PreTrainedModel, batch: MicroBatch, rows: Tensor | None, labels: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Run the packed forward on a microbatch, with the recorded experts, if any."""
     device, context = model.compute_device, model.context
     replay: RouterReplay | None = getattr(model, "router_replay", None)
@@ -205,7 +228,7 @@ def _forward(
             cu_seqlens, seen = np.append(cu_seqlens, cu_seqlens[-1] + padding), [*seen, padding]
             if key_rows is not None:
                 key_rows = np.append(key_rows, np.arange(padding) + batch.num_tokens)
-    outputs: tuple[Tensor, Tensor] = model(
+    outputs: tuple[Tensor, ...] = model(
         input_ids=torch.tensor(input_ids, dtype=torch.long, device=device),
         position_ids=torch.tensor(position_ids, dtype=torch.long, device=device),
         rows=rows if context is None or rows is None else rows - first,
@@ -217,8 +240,7 @@ def _forward(
     )
     if context is None:
         return outputs
-    logprobs, entropy = (context.combine(values, is_mine) for values in outputs)
-    return logprobs, entropy
+    return tuple(context.combine(values, is_mine) for values in outputs)
 
 
 def _support(batch: MicroBatch, rows: Tensor | None, device: torch.device) -> Support | None:
@@ -233,8 +255,11 @@ def _support(batch: MicroBatch, rows: Tensor | None, device: torch.device) -> Su
     return Support.build(counts, ids, device=device)
 
 
-def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Make the forward of a policy; it replaces the model's own before FSDP hooks it to gather the embedding."""
+def _packed_forward(read: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Make a forward that replaces the model's own before FSDP hooks it to gather the embedding.
+
+    `read` makes the results from hidden states and the weight of the head.
+    """
 
     def forward(
         model: PreTrainedModel,
@@ -247,11 +272,8 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
         key_rows: Tensor | None,
         support: Support | None,
         context: Context | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities of `labels` and entropies, [N] each; only `rows` get logits, by default all.
-
-        Without `labels` both results are the log-probabilities of all tokens, [N, V].
-        """
+    ) -> tuple[Tensor, ...]:
+        """Return the results of `read` for `rows`, by default for all rows."""
         hidden = model.base_model(
             input_ids=input_ids[None],
             position_ids=position_ids[None],
@@ -265,13 +287,27 @@ def _packed_forward(temperature: float) -> Callable[..., tuple[Tensor, Tensor]]:
         ).last_hidden_state[0]
         if rows is not None:
             hidden = hidden.index_select(0, rows)
-        head = model.get_output_embeddings().weight
-        if labels is None:  # the whole distribution at each row
-            logprobs = (hidden @ head.t()).float().div_(temperature).log_softmax(-1)
-            return logprobs, logprobs
-        return token_logprobs(hidden, head, labels, temperature=temperature, support=support)
+        return read(hidden, model.get_output_embeddings().weight, labels, support)
 
     return forward
+
+
+def _read_tokens(
+    hidden: Tensor, head: Tensor, labels: Tensor | None, support: Support | None, *, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities of `labels` and entropies, [N] each.
+
+    Without `labels` both results are the log-probabilities of all tokens, [N, V].
+    """
+    if labels is None:  # the whole distribution at each row
+        logprobs = (hidden @ head.t()).float().div_(temperature).log_softmax(-1)
+        return logprobs, logprobs
+    return token_logprobs(hidden, head, labels, temperature=temperature, support=support)
+
+
+def _read_values(hidden: Tensor, head: Tensor, labels: None, support: None) -> tuple[Tensor]:
+    """Return the values [N] of states, in fp32 also where the layers compute in bf16."""
+    return (torch.mv(hidden.float(), head.float()[0]),)
 
 
 def gather_full(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,28 +11,24 @@ The right side needs one number for each token.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from laminar_py.config.algorithm import AlgorithmConfig, Divergence
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.learner.distributed import Ranks
-from laminar_py.learner.expected import differs, updated
 from laminar_py.learner.model import fingerprint, local_part
+from laminar_py.learner.moves import CriticProver, UpdateProver, final_scale
 from laminar_py.learner.reference import InnerReference
 from laminar_py.records.codec import IntArray
 from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 from laminar_py.records.proofs import POWERS, ExactTokens, GradientSums, NextToken, StepProof
 from laminar_py.records.trajectory import MicroBatch
 
-STILL_UPDATES = 3  # in a row after which a tensor that has gradients must have moved
-SPREAD = 4096  # values of a tensor among which the largest gradient is looked for
-VISIBLE = 16 * 2.0**-23  # a value's size times this is 16 of its steps in fp32, the least `lr` that must show
 TOP = 1024  # tokens of a probe's distribution
 UNSURE = -0.1  # nats; the engine's and the learner's rounding rarely agree below
 UNCHANGED, EXACT = 0.05, 2e-5  # nats between the behaviour and the present policy
@@ -53,28 +49,26 @@ class StepProver:
         reference: InnerReference | None,
         settings: LearnerConfig,
         algorithm: AlgorithmConfig,
+        *,
+        critic: CriticProver | None = None,
     ) -> None:
+        """`critic` watches the value model, whose tensors the proof names beside the policy's."""
         self._ranks = ranks
-        self._settings = settings
         self._algorithm = algorithm
-        every = list(model.named_parameters())
-        self._trained = [(name, item) for name, item in every if item.requires_grad]
-        frozen = [name for name, item in every if not item.requires_grad]
-        self._frozen = tuple(name for name in frozen if settings.lora is None or ".lora_" in name)  # by mistake
-        self._scale = _final_scale(model)
+        self._critic = critic
+        self._scale = final_scale(model)
         of_reference = [] if reference is None else reference.parameters()
         self._reference = [local_part(item) for item in of_reference]
-        self._still = torch.zeros(len(self._trained), device=ranks.device)
+        self._moves = UpdateProver(model, ranks, settings)
         self.begin()
 
     def begin(self) -> None:
         """Begin a step."""
+        self._moves.begin()
         self._counts = np.zeros(6)  # tokens, weight, ids, signal, gain, fresh tokens
         # copied and unsure tokens; sum of |policy - reference| over the fresh ones; drift
         self._tokens = self._zeros(4)
         self._not_finite = self._zeros(1)  # numbers in updates that were not skipped
-        self._moved = torch.zeros(2, device=self._ranks.device)  # tensors that moved, and of these uphill
-        self._astray = torch.zeros(len(self._trained), device=self._ranks.device)  # wrong updates of each tensor
         self._sums: list[list[float]] = []  # of each update that was not skipped: see `_update`
         self._found: list[float] = []  # likewise
         self._begin_update()
@@ -154,45 +148,12 @@ class StepProver:
         return slopes
 
     def mark(self, adamw: torch.optim.AdamW) -> None:
-        """Remember, before an update, one value of each tensor with its moments: where the gradient is largest
-        among `SPREAD`."""
-        gradients = [None if item.grad is None else _spread(item.grad) for _, item in self._trained]
-        self._places = [  # [1] each; None where this rank has no gradient
-            None if one is None or not one.numel() else one.abs().argmax(dim=0, keepdim=True) for one in gradients
-        ]
-        self._slopes = self._values(gradients)
-        self._before = self._values([_spread(item) for _, item in self._trained])
-        states = [adamw.state.get(item, {}) for _, item in self._trained]
-        first, second = (
-            self._values([_spread(state[name]) if name in state else None for state in states])
-            for name in ("exp_avg", "exp_avg_sq")
-        )
-        self._moments = (first, second)
+        """Remember values of the policy before an update."""
+        self._moves.mark(adamw)
 
     def check_moved(self, *, lr: float, norm: float, updates: int) -> None:
-        """Count, after an update with rate `lr` that was not skipped, which tensors moved, and which uphill.
-
-        A tensor is astray without gradients, or if AdamW would have moved it otherwise with gradients of
-        `norm` in the run's update number `updates`. Keeps the sums of the update. A value so large that fp32 may
-        not show an update of `lr` does not count as still.
-        """
-        after = self._values([_spread(item) for _, item in self._trained])
-        by = after - self._before
-        has_gradient = (self._slopes != 0).float()
-        could_move = has_gradient * (self._before.abs() * VISIBLE < lr)
-        of_adamw = updated(
-            self._before, self._slopes, self._moments, self._settings, norm=norm, lr=lr, updates=updates
-        )
-        is_wrong = differs(after, of_adamw, lr=lr).float()
-        is_held = torch.tensor([float(place is not None) for place in self._places], device=by.device)
-        counts = torch.stack(
-            [could_move, (by != 0) * has_gradient, (by * self._slopes > 0).float(), is_wrong, is_held]
-        )
-        self._ranks.reduce_tensor(counts)
-        self._moved += counts[1:3].sum(dim=1)
-        self._astray += (counts[3] > 0) | (counts[4] == 0)
-        stood = (counts[0] > 0) & (counts[1] == 0)
-        self._still = torch.where(stood, self._still + 1, torch.where(counts[1] > 0, 0, self._still))
+        """Check an update that was not skipped, as `UpdateProver.check_moved` does, and keep its sums."""
+        self._moves.check_moved(lr=lr, norm=norm, updates=updates)
         self._not_finite += self._faulty
         if self._scale is not None:
             self._found.append(self._gradient)
@@ -201,15 +162,6 @@ class StepProver:
     def end_update(self) -> None:
         """Forget the sums of an update, which may have been skipped."""
         self._begin_update()
-
-    def _values(self, spread: Sequence[Tensor | None]) -> Tensor:
-        """[tensors] values at the marked places, which may be on the host; 0 where this rank has no part."""
-        found = [
-            None if one is None or place is None else one.take(place).float()
-            for one, place in zip(spread, self._places, strict=True)
-        ]
-        zero = torch.zeros(1, device=next((one.device for one in found if one is not None), self._ranks.device))
-        return torch.cat([zero if one is None else one for one in found]).to(self._ranks.device)
 
     def finish(self) -> StepProof:
         """Add the proofs of all ranks; the hash of the reference is of this rank's part."""
@@ -220,9 +172,20 @@ class StepProver:
         tokens, weight, ids, signal, gain, fresh, copied, unsure, apart, drift, not_finite, *rest = total.tolist()
         count = len(self._found)
         found, sums = rest[:count], np.reshape(rest[count:], (count, 8)).tolist()
-        moved, uphill = (int(count) for count in self._moved.tolist())
-        stood = zip(self._trained, self._still.tolist(), strict=True)
-        astray = zip(self._trained, self._astray.tolist(), strict=True)
+        moved, uphill = self._moves.moved
+        watched = [self._moves, *([] if self._critic is None else [self._critic])]
+        of_critic = [] if self._critic is None else self._critic.gradients
+        of_policy = [
+            GradientSums(
+                expected=expected,
+                found=got,
+                spread=squares**0.5,
+                size=size,
+                scale=product / norm if norm else None,
+                exact=ExactTokens(*exact),
+            )
+            for (expected, squares, size, product, norm, *exact), got in zip(sums, found, strict=True)
+        ]
         return StepProof(
             tokens=int(tokens),
             weight=weight,
@@ -235,41 +198,13 @@ class StepProver:
             fresh=int(fresh),
             drift=drift,
             reference_gap=apart / max(1.0, fresh),
-            gradients=tuple(
-                GradientSums(
-                    expected=expected,
-                    found=got,
-                    spread=squares**0.5,
-                    size=size,
-                    scale=product / norm if norm else None,
-                    exact=ExactTokens(*exact),
-                )
-                for (expected, squares, size, product, norm, *exact), got in zip(sums, found, strict=True)
-            ),
-            still=tuple(name for (name, _), updates in stood if updates >= STILL_UPDATES),
-            astray=self._frozen + tuple(name for (name, _), wrong in astray if wrong),
+            gradients=(*of_policy, *of_critic),
+            still=tuple(name for one in watched for name in one.still),
+            astray=tuple(name for one in watched for name in one.astray),
             moved=moved,
             uphill=uphill,
             reference=fingerprint(self._reference) if self._reference else "",
         )
-
-
-def _spread(tensor: Tensor) -> Tensor:
-    """Up to `SPREAD` values of this rank's part of a tensor, at even distances."""
-    flat = local_part(tensor).detach().flatten()
-    return flat[:: len(flat) // SPREAD + 1]
-
-
-def _final_scale(model: PreTrainedModel) -> nn.Parameter | None:
-    """The scale g of the final norm, if logits are linear in it and it is trained; else None."""
-    norm: Any = getattr(model.base_model, "norm", None)
-    scale = getattr(norm, "weight", None)
-    head = model.get_output_embeddings()
-    # other norms multiply by 1 + weight, or add a bias; a bias of the head is not linear either
-    is_linear = "RMSNorm" in type(norm).__name__ and "Gemma" not in type(norm).__name__
-    if scale is None or not is_linear or not scale.requires_grad or getattr(head, "bias", None) is not None:
-        return None
-    return scale  # type: ignore[no-any-return]
 
 
 def probe_batch(prompts: Sequence[IntArray]) -> MicroBatch:

@@ -40,18 +40,22 @@ class TensorSample:
     values: npt.NDArray[np.uint8]  # [n, bytes of a value]
 
 
-def sample_learner(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: str) -> list[TensorSample]:
+def sample_learner(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: str, prefix: str = ""
+) -> list[TensorSample]:
     """Return values of this rank's trained weights and of their AdamW state, at places drawn from `seed`.
 
-    The state of an optimizer that has made no update is zero.
+    The state of an optimizer that has made no update is zero. Keys begin with `prefix`.
     """
     rng = np.random.default_rng(list(seed.encode()))
-    return [_sample(key, tensor, rng) for key, tensor in _live(model, optimizer) if _local(tensor).numel()]
+    live = ((f"{prefix}{key}", tensor) for key, tensor in _live(model, optimizer))
+    return [_sample(key, tensor, rng) for key, tensor in live if _local(tensor).numel()]
 
 
 def counted_updates(samples: Sequence[TensorSample]) -> int:
-    """Return AdamW's own count of its updates; a parameter without a gradient counts fewer."""
-    counts = [one.values.view(np.float32) for one in samples if one.key.endswith(f".{MOMENTS[0]}")]
+    """Return AdamW's own count of the policy's updates; a parameter without a gradient counts fewer."""
+    of_policy = [one for one in samples if one.key.startswith("optimizer.")]
+    counts = [one.values.view(np.float32) for one in of_policy if one.key.endswith(f".{MOMENTS[0]}")]
     return int(max((count.max() for count in counts), default=0))
 
 

@@ -1,8 +1,9 @@
-"""The reference model: a frozen policy whose log-probabilities the loss compares with.
+"""Frozen models, whose log-probabilities the loss compares with the policy's: the reference and the teacher.
 
 The reference runs in the learner (`InnerReference`, called by `step`), or as a stage in a process of its own
-(`ReferenceModel`, called by `workers.processes.learner`). Both run the same forward at the same temperature over
-the same part of the vocabulary, so a token gets the same number (`tests/learner/test_reference.py`).
+(`FrozenModel`, called by `workers.processes.learner`). Both run the same forward at the same temperature over
+the same part of the vocabulary, so a token gets the same number (`tests/learner/test_reference.py`). A teacher
+that has a folder is always a stage.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 from laminar_py.config.algorithm import Aggregation, AlgorithmConfig
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import Attention
-from laminar_py.learner.model import fingerprint, load_reference, local_part, policy_logprobs
+from laminar_py.learner.model import fingerprint, load_frozen, local_part, policy_logprobs
 from laminar_py.learner.packing.layout import cut_tree, lay_out
 from laminar_py.learner.packing.packer import StepWeights, microbatch
 from laminar_py.learner.sharding import shard
@@ -73,8 +74,9 @@ def open_reference(
     if algorithm.reference is None and adapters is not None:
         return InnerReference(policy, adapters=adapters)  # without adapters it is the model that RL starts with
     folder = algorithm.reference or start
-    model = load_reference(
+    model = load_frozen(
         folder,
+        field="algorithm.reference",
         vocab_size=policy.config.vocab_size,
         temperature=temperature,
         device=policy.compute_device,
@@ -87,18 +89,19 @@ def open_reference(
     return InnerReference(model)
 
 
-class ReferenceModel:
-    """The reference in a process of its own: the model in `folder`, on the device of `mesh`, which has one rank.
+class FrozenModel:
+    """A frozen model in a process of its own: the model in `folder`, on the device of `mesh`, which has one rank.
 
     Trees are cut into rows of at most `max_tokens`; a longer sequence is a row alone. With `offload` its weights
-    are in the host's memory between their uses. Raises `ConfigError` if the folder holds no usable model, or its
-    vocabulary is not of `vocab_size`.
+    are in the host's memory between their uses. Raises `ConfigError`, which names the setting `field`, if the
+    folder holds no usable model, or its vocabulary does not have the policy's `vocab_size`.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
+        field: str = "algorithm.reference",
         vocab_size: int,
         temperature: float,
         max_tokens: int,
@@ -107,8 +110,13 @@ class ReferenceModel:
         attention: Attention = Attention.AUTO,
     ) -> None:
         device = torch.device(mesh.device_type)
-        self._model = load_reference(
-            folder, vocab_size=vocab_size, temperature=temperature, device=device, attention=attention
+        self._model = load_frozen(
+            folder,
+            field=field,
+            vocab_size=vocab_size,
+            temperature=temperature,
+            device=device,
+            attention=attention,
         )
         self._max_tokens = max_tokens
         # A model on one rank needs no shards, but FSDP makes it compute in the learner's precision, bf16 on CUDA.
@@ -137,8 +145,8 @@ class ReferenceModel:
         return list(found.values())
 
 
-def _logprobs(reference: PreTrainedModel, batch: MicroBatch) -> FloatArray:
+def _logprobs(model: PreTrainedModel, batch: MicroBatch) -> FloatArray:
     """[T] log-probabilities of a microbatch's labels, on the host."""
     with torch.no_grad():
-        logprobs: FloatArray = policy_logprobs(reference, batch)[0].cpu().numpy()
+        logprobs: FloatArray = policy_logprobs(model, batch)[0].cpu().numpy()
     return logprobs

@@ -11,71 +11,31 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from laminar_py.config.algorithm import AlgorithmConfig, Proximal
 from laminar_py.config.data import ModelConfig
-from laminar_py.config.learner import Accumulate, Decay, LearnerConfig, LoraConfig, ReduceDtype, check_heads
-from laminar_py.learner.checkpoint import Checkpointer
+from laminar_py.config.learner import LearnerConfig
+from laminar_py.learner.checkpoint import Checkpointer, Trained
+from laminar_py.learner.critic import open_critic
 from laminar_py.learner.distributed import COMPUTES_S, Ranks
 from laminar_py.learner.export import WeightExporter, full_tensors
-from laminar_py.learner.layers import compile_layers, free_heap, recompute_activations
+from laminar_py.learner.layers import free_heap
 from laminar_py.learner.losses.loss import estimate_partition, make_loss_inputs, policy_loss, trained_rows
 from laminar_py.learner.metrics import TokenSums, peak_flops, training_cost
-from laminar_py.learner.model import kv_heads, load_policy, next_logprobs, policy_logprobs
+from laminar_py.learner.model import next_logprobs, policy_logprobs
+from laminar_py.learner.optimizer import Optimizer
 from laminar_py.learner.proof import StepProver, next_tokens, probe_batch
 from laminar_py.learner.reference import open_reference
-from laminar_py.learner.schedule import lr_factor
-from laminar_py.learner.sharding import shard
+from laminar_py.learner.trained import open_model, set_gradient_sync
 from laminar_py.records.codec import IntArray
 from laminar_py.records.metrics import StepMetrics, Work
 from laminar_py.records.proofs import NextToken
 from laminar_py.records.trajectory import MicroBatch
 from laminar_py.records.weights import TensorSource
-
-if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
-    from laminar_py.learner.lora import LoraAdapters
-
-
-class Optimizer:
-    """AdamW on a model's trainable parameters, with clipped gradients and a learning-rate schedule."""
-
-    def __init__(self, model: nn.Module, settings: LearnerConfig, *, total_steps: int | None = None) -> None:
-        """`total_steps` counts the whole run's steps; a decay of the learning rate needs it."""
-        assert total_steps is not None or settings.decay is Decay.NONE, f"decay={settings.decay}: no total_steps"
-        self._settings = settings
-        self._total_steps = total_steps
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.adamw = torch.optim.AdamW(
-            self._trained, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
-        )
-        self.lr = 0.0  # of the last update
-        self.updates = 0  # since the start of the run, without skipped ones
-
-    def update(self, step: int, *, loss: float) -> float | None:
-        """Clip the gradients, make an AdamW step, and clear the gradients.
-
-        `step` counts learner steps from 0 and gives the learning rate; `loss` is the sum over ranks. Returns the
-        gradient norm before clipping. If this norm or the loss is not finite, changes no weight and returns None.
-        """
-        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm(gradients)
-        norm = float(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
-        finite = math.isfinite(norm) and math.isfinite(loss)
-        if finite:
-            torch.nn.utils.clip_grads_with_norm_(self._trained, self._settings.grad_clip, total_norm)
-            self.lr = self._settings.lr * lr_factor(step, self._settings, total_steps=self._total_steps)
-            for group in self.adamw.param_groups:
-                group["lr"] = self.lr
-            self.adamw.step()
-            self.updates += 1
-        self.adamw.zero_grad()
-        return norm if finite else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +49,7 @@ class Update:
 
 
 class Learner:
-    """One data-parallel rank: the policy, its optimizer and the number of steps taken.
+    """One data-parallel rank: the policy, its optimizer, maybe a critic, and the number of steps taken.
 
     Without a `mesh` the rank is alone, on a CPU, and the policy is unsharded. With a mesh every method is a
     collective, so all ranks must call it.
@@ -110,15 +70,7 @@ class Learner:
         self._algorithm = algorithm
         self.ranks = Ranks(mesh, context_parallel=settings.context_parallel)  # with the position of this rank
         self._settings = settings
-        device, on_meta = self.ranks.device, self.ranks.num_ranks > 1
-        self.model = load_policy(
-            model, seed=seed, temperature=temperature, device=device, on_meta=on_meta, attention=settings.attention
-        )
-        self._adapters = self._adapt(settings.lora, base=model.path, seed=seed)
-        self._change_layers(settings)
-        if mesh:
-            reduce_dtype, offload = settings.reduce_dtype, settings.offload
-            shard(self.model, mesh, source=model, seed=seed, offload=offload, reduce_dtype=reduce_dtype)
+        self.model, self._adapters = open_model(model, settings, self.ranks, seed=seed, temperature=temperature)
         self._reference = open_reference(
             self.model,
             algorithm,
@@ -130,30 +82,16 @@ class Learner:
         )
         self.cost = training_cost(self.model)
         self._optimizer = Optimizer(self.model, settings, total_steps=total_steps)
+        self._critic = open_critic(
+            algorithm.critic, model, settings, self.ranks, seed=seed, total_steps=total_steps
+        )
         fingerprint = None if self._adapters is None else self._adapters.fingerprint(mesh)
-        self._checkpointer = Checkpointer(self.model, self._optimizer.adamw, mesh=mesh, adapters=fingerprint)
+        policy = Trained(self.model, self._optimizer.adamw)
+        valued, watch = (None, None) if self._critic is None else (self._critic.trained, self._critic.prover)
+        self._checkpointer = Checkpointer(policy, mesh=mesh, adapters=fingerprint, critic=valued)
         self._exporter = WeightExporter(self.model)
-        self._prover = StepProver(self.model, self.ranks, self._reference, settings, algorithm)
+        self._prover = StepProver(self.model, self.ranks, self._reference, settings, algorithm, critic=watch)
         self.steps_taken = 0
-
-    def _adapt(self, settings: LoraConfig | None, *, base: Path, seed: int) -> "LoraAdapters | None":
-        """Add adapters to the policy and freeze its other weights; without `settings` do nothing."""
-        if settings is None:
-            return None
-        from laminar_py.learner.lora import LoraAdapters
-
-        return LoraAdapters(self.model, settings, base=base, seed=seed)
-
-    def _change_layers(self, settings: LearnerConfig) -> None:
-        """Let neighbours share rows, recompute and compile layers as the settings say, before they are sharded.
-
-        Raises `ConfigError` if so many ranks cannot divide the model's heads.
-        """
-        check_heads(kv_heads(self.model.config), settings.context_parallel)
-        self.model.context = self.ranks.context
-        recompute_activations(self.model, settings.recompute)
-        if settings.compile:
-            compile_layers(self.model)
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepMetrics:
         """Make `updates_per_step` optimizer steps, each on its own microbatches; returns metrics over all of them.
@@ -164,9 +102,7 @@ class Learner:
         """
         assert microbatches, "a step needs at least one microbatch"
         started = time.perf_counter()
-        if self._reference is not None:
-            microbatches = self._reference.add_logprobs(microbatches)
-        reference_s = time.perf_counter() - started
+        microbatches, reference_s = self._completed(microbatches)
         self._prover.begin()
         updates = self._split_updates(microbatches)
         partition = estimate_partition(self.model, microbatches, self._algorithm, self.ranks)
@@ -175,8 +111,7 @@ class Learner:
         norms: list[float] = []
         for update in updates:
             of_update = TokenSums(self.ranks.device)
-            own_loss = self._backward(update, of_update, partition, at_step_start=not norms)
-            loss = self.ranks.sum(float(own_loss))
+            loss = self.ranks.sum(float(self._backward(update, of_update, partition, at_step_start=not norms)))
             self._prover.check_gradients()
             self._prover.mark(self._optimizer.adamw)
             norm = self._optimizer.update(self.steps_taken, loss=loss)
@@ -186,6 +121,8 @@ class Learner:
                 norms.append(norm)
                 sums.merge(of_update)
             self._prover.end_update()
+            if self._critic is not None:
+                self._critic.update(update.batches, share=update.share, step=self.steps_taken)
         self.steps_taken += 1
         sums.reduce(self.ranks)
         tokens = sums.tokens()
@@ -203,6 +140,7 @@ class Learner:
             skipped=len(updates) - len(losses),
             reference_s=reference_s,
             work=work,
+            critic=None if self._critic is None else self._critic.finish(),
             proof=self._prover.finish(),
         )
 
@@ -259,9 +197,19 @@ class Learner:
         """
         loaded = self._checkpointer.load(folder)
         self.steps_taken, self._optimizer.updates = loaded.step, loaded.updates
+        if self._critic is not None:
+            self._critic.optimizer.recount()
         return loaded.fault
 
     # ---- parts of a step
+
+    def _completed(self, microbatches: Sequence[MicroBatch]) -> tuple[Sequence[MicroBatch], float]:
+        """Return microbatches with the columns of reference and critic, and the reference's seconds."""
+        started = time.perf_counter()
+        if self._reference is not None:
+            microbatches = self._reference.add_logprobs(microbatches)
+        reference_s = time.perf_counter() - started
+        return microbatches if self._critic is None else self._critic.assess(microbatches), reference_s
 
     def _split_updates(self, microbatches: Sequence[MicroBatch]) -> list[Update]:
         """Deal the microbatches to updates in turn, and compute the shares and `at_start` of all updates.
@@ -308,7 +256,7 @@ class Learner:
             self.ranks.begin(
                 f"microbatch {place + 1} of {count} of step {self.steps_taken + 1}", limit_s=COMPUTES_S
             )
-            self._set_gradient_sync(last=place == count - 1)
+            set_gradient_sync(self.model, self.ranks, self._settings, last=place == count - 1)
             rows = trained_rows(batch, self.ranks.device)
             logprobs, entropy = policy_logprobs(self.model, batch, rows)
             at_start = None if update.at_start is None else update.at_start[place]
@@ -327,24 +275,15 @@ class Learner:
         self.ranks.begin(f"update of the weights in step {self.steps_taken + 1}", limit_s=COMPUTES_S)
         return loss
 
-    def _set_gradient_sync(self, *, last: bool) -> None:
-        """Let FSDP add up gradients over ranks in the next backward pass: always, or only in the `last` one."""
-        if not self.ranks.mesh:
-            return
-        alone = self.ranks.num_ranks == 1 and not self._settings.offload  # there is no other rank to add
-        keeps_whole = alone or self._settings.accumulate is Accumulate.WHOLE
-        self.model.set_requires_gradient_sync(last or not keeps_whole)
-        self.model.set_is_last_backward(last or not keeps_whole)
-        # Groups add their sums once an update; in bf16 a sum of microbatches would round once for each.
-        self.model.set_requires_all_reduce(last or self._settings.reduce_dtype is ReduceDtype.BFLOAT16)
-
     def _measure_work(self, microbatches: Sequence[MicroBatch]) -> Work:
         """Return tokens and FLOPs of a step, summed over ranks, from this rank's `microbatches`."""
         counted = [batch for batch in microbatches if self.ranks.counts]
         tokens, squares = sum(batch.num_tokens for batch in counted), sum(batch.squares for batch in counted)
         peak = peak_flops(self.ranks.device)
+        costs = [self.cost] if self._critic is None else [self.cost, self._critic.cost]
+        flops = sum(cost.flops(tokens, squares) for cost in costs)
         return Work(
             int(self.ranks.sum(tokens)),
-            self.ranks.sum(self.cost.flops(tokens, squares)),
+            self.ranks.sum(flops),
             None if peak is None else peak * self.ranks.num_ranks,
         )

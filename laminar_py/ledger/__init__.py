@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from laminar_py.ledger.pieces import spans_of as spans_of
     from laminar_py.ledger.recovery import first_events as first_events
     from laminar_py.ledger.recovery import is_simulated as is_simulated
+    from laminar_py.ledger.requests import last_settings as last_settings
+    from laminar_py.ledger.requests import settings_on_record as settings_on_record
+    from laminar_py.ledger.requests import write_wanted as write_wanted
     from laminar_py.ledger.row_files import append_row as append_row
     from laminar_py.ledger.row_files import open_rows as open_rows
     from laminar_py.ledger.row_files import read_last as read_last
@@ -59,14 +62,13 @@ if TYPE_CHECKING:
     from laminar_py.ledger.run_folder import run_at as run_at
     from laminar_py.ledger.run_folder import run_of as run_of
     from laminar_py.ledger.run_folder import runs_of as runs_of
-    from laminar_py.ledger.scaling import fleet_on_record as fleet_on_record
-    from laminar_py.ledger.scaling import write_wanted as write_wanted
     from laminar_py.ledger.seal import differences as differences
     from laminar_py.ledger.seal import read_seal as read_seal
     from laminar_py.ledger.seal import seal_digest as seal_digest
     from laminar_py.ledger.seal import seal_run as seal_run
     from laminar_py.ledger.trajectory import LiveTrajectory as LiveTrajectory
     from laminar_py.ledger.trajectory import issued as issued
+    from laminar_py.ledger.trajectory import live_rows as live_rows
     from laminar_py.ledger.writer import SIDE_TABLES as SIDE_TABLES
     from laminar_py.ledger.writer import Stamped as Stamped
     from laminar_py.ledger.writer import apply_to_tables as apply_to_tables

@@ -19,7 +19,7 @@ from laminar_py.ledger.database import SEAL_NAME, open_reader, open_writer
 from laminar_py.ledger.machine import IllegalEventError, Machine, Marks, RunClock
 from laminar_py.ledger.pieces import NO_COLUMN, PieceRow
 from laminar_py.ledger.recovery import unpublished
-from laminar_py.ledger.rows import Accounting, read_accounting, row_values
+from laminar_py.ledger.rows import Accounting, read_accounting, read_replays, row_values
 from laminar_py.ledger.seal import seal_digest
 from laminar_py.ledger.trajectory import LiveTrajectory, live_rows
 from laminar_py.ledger.writer import Stamped, Unwritten, Writer
@@ -253,7 +253,7 @@ def _restore(machine: Machine, connection: sqlite3.Connection) -> None:
     """Load live trajectories, counts, marks and clock from disk into a fresh machine."""
     rows = live_rows(connection, "status NOT IN ('consumed', 'dropped')")
     machine.live.update({row.id: row for row in rows})
-    machine.counts = read_accounting(connection)
+    machine.counts, machine.replays = read_accounting(connection), read_replays(connection)
     marks = connection.execute(
         "SELECT (SELECT coalesce(max(number), 0) FROM trajectory),"
         " (SELECT coalesce(max(incarnation), 0) FROM incarnation),"

@@ -6,6 +6,7 @@ by the work in flight. An event that is illegal in the current state raises `Ill
 changes nothing; that is a bug, and it ends the run (law 1).
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from laminar_py.records.events import (
     Issued,
     Ready,
     Relayed,
+    Replayed,
     Restamped,
     RolledBack,
     RunStarted,
@@ -62,6 +64,7 @@ TrajectoryEvent = (
     | Scored
     | Ready
     | Consumed
+    | Replayed
     | Undone
     | Dropped
 )
@@ -118,14 +121,16 @@ class RunClock:
 class Machine:
     """Live trajectories by id, counts of the others, and the highest numbers on record.
 
-    `recall(id)` reads a consumed trajectory from the record when its step is undone, unless an object of it is
-    still in memory.
+    `recall(id)` reads a consumed trajectory from the record when its step is undone, or another step replays it,
+    unless an object of it is still in memory.
     """
 
     def __init__(self, *, recall: Callable[[str], LiveTrajectory | None] = lambda _: None) -> None:
         self.live: dict[str, LiveTrajectory] = {}
         self._ended = WeakValueDictionary[str, LiveTrajectory]()  # consumed, while other code refers to them
         self.counts = Accounting()  # without live ones, which are counted separately, so that law 1 can be checked
+        self.replays = Counter[int]()  # by step, without undone ones
+        self._replayed = set[str]()  # since the last step
         self.marks = Marks()
         self.clock = RunClock()
         self._now = 0.0  # time of the event being applied
@@ -141,6 +146,7 @@ class Machine:
             Scored: self._scored,
             Ready: self._ready,
             Consumed: self._consumed,
+            Replayed: self._record_replay,
             Undone: self._undone,
             Dropped: self._dropped,
             RunStarted: self._run_started,
@@ -197,6 +203,11 @@ class Machine:
         """Replace a live trajectory by the complete row from recovery, but keep the number of its last event."""
         recovered.last_seq = self.live.pop(recovered.id, recovered).last_seq
         self.live[recovered.id] = recovered
+
+    def consumed(self, trajectory_id: str) -> LiveTrajectory | None:
+        """Return a consumed trajectory, from the record if no code refers to it; None if it is not consumed."""
+        row = self._ended.get(trajectory_id) or self._recall(trajectory_id)
+        return row if row is not None and row.status is Status.CONSUMED else None
 
     def accounting(self) -> Accounting:
         """Return counts of issued, consumed, dropped and live trajectories; each call counts `live` again."""
@@ -321,12 +332,25 @@ class Machine:
         self.counts.of_kind(row.kind).consumed += 1
         return row
 
+    def _record_replay(self, event: Replayed) -> None:
+        """Count a replay of a trajectory that an earlier step consumed, at most one in a step; its row stays."""
+        row = self._find_consumed(event)
+        _require_finite(event, event.weight)
+        last = self.marks.step
+        if row.kind is not Kind.TRAIN or row.step is None or not row.step <= last < event.step:
+            _refuse(event, f"step {row.step} consumed it for {row.kind}, and the last step was {last}")
+        if row.id in self._replayed:
+            _refuse(event, "the step replayed it before")
+        self._replayed.add(row.id)
+        self.replays[event.step] += 1
+        self.counts.train.replayed += 1
+
     def _undone(self, event: Undone) -> LiveTrajectory:
         """Make a consumed trajectory ready again, since its step is undone."""
-        row = self._ended.pop(event.trajectory_id, None) or self._recall(event.trajectory_id)
-        if row is None or row.status is not Status.CONSUMED or row.step != event.step:
-            state = f"is {row.status}, step {row.step}" if row else "is unknown"
-            _refuse(event, f"it {state}")
+        row = self._find_consumed(event)
+        if row.step != event.step:
+            _refuse(event, f"step {row.step} consumed it")
+        self._ended.pop(row.id, None)
         undo(row)
         self.live[row.id] = row
         self.counts.of_kind(row.kind).consumed -= 1
@@ -366,12 +390,16 @@ class Machine:
         if event.step <= self.marks.step:
             _refuse(event, f"step {self.marks.step} is done")
         _require_finite(event, event.loss or 0.0, event.grad_norm or 0.0, event.reward or 0.0)
+        self._replayed.clear()
         self.marks.step = event.step
 
     def _rolled_back(self, event: RolledBack) -> None:
-        """Set the last step back."""
+        """Set the last step back, and forget the replays of later steps."""
         if event.step > self.marks.step:
             _refuse(event, f"the last step is {self.marks.step}")
+        for step in [step for step in self.replays if step > event.step]:
+            self.counts.train.replayed -= self.replays.pop(step)
+        self._replayed.clear()
         self.marks.step = event.step
 
     def _evaluated(self, event: Evaluated) -> None:
@@ -384,6 +412,13 @@ class Machine:
             _refuse(event, "it is not live")
         if row.status not in allowed:
             _refuse(event, f"it is {row.status}")
+        return row
+
+    def _find_consumed(self, event: Undone | Replayed) -> LiveTrajectory:
+        """Return the consumed trajectory of an event. Raises `IllegalEventError`."""
+        row = self.consumed(event.trajectory_id)
+        if row is None:
+            _refuse(event, "it is not consumed")
         return row
 
 

@@ -42,6 +42,16 @@ _UNDONE = "status = 'consumed' AND kind = 'train' AND step > ?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumedGroup:
+    """A group that a step consumed, and the steps that replayed it, e.g. group "g3" of step 9, replayed by 12."""
+
+    id: str
+    step: int
+    members: tuple[LiveTrajectory, ...]  # its consumed ones, in order of issue
+    replays: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
     """The state with which a new controller starts.
 
@@ -61,10 +71,13 @@ class Recovered:
     refilled: tuple[float, ...] = ()  # one reward of each group without signal dropped since the last step
     rewards: tuple[float, float] = (math.inf, -math.inf)  # the worst and the best training reward
     eval_sampling: dict[str, str] = field(default_factory=dict)  # of the last start, by evaluation set
+    consumed: tuple[ConsumedGroup, ...] = ()  # the last groups that may be replayed, in order of consumption
 
 
-def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: True) -> Recovered:
+def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: True, kept: int = 0) -> Recovered:
     """Read the state of a run that ended or was killed, at its newest checkpoint for which `exists` is true.
+
+    `kept` says how many of the last consumed groups may be replayed.
 
     Raises `ConfigError` if the ledger cannot be read, or if every recorded checkpoint is gone.
     """
@@ -90,6 +103,7 @@ def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: Tru
             refilled=_rewards_without_signal(connection),
             rewards=_reward_range(connection),
             eval_sampling=started.eval_sampling if (started := last_start(connection)) else {},
+            consumed=tuple(_consumed(connection, step, kept)) if kept else (),
         )
 
 
@@ -117,6 +131,7 @@ def first_events(
         config_digest=blake2b(config.model_dump_json().encode(), digest_size=16).hexdigest(),
         drain=config.rollout.on_new_weights is OnNewWeights.DRAIN,
         max_staleness=config.staleness.enforced,
+        replay_max_age=config.buffer.replay.max_age if config.buffer.replay.share else None,
         resumed_step=resumed_step,
         data=data,
         eval_sampling=config.eval.sampling_by_set(config.rollout.sampling.params()),
@@ -276,13 +291,46 @@ def _next_samples(connection: sqlite3.Connection, groups: set[str]) -> dict[str,
 
 
 def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]:
-    """Yield the complete rows of trajectories that are live after a rollback to `step`, with their pieces.
+    """Yield the complete rows of trajectories that are live after a rollback to `step`. Raises `LedgerError`."""
+    for row in _complete(connection, f"status NOT IN ('consumed', 'dropped') OR {_UNDONE}", (step,)):
+        if row.status is Status.CONSUMED:
+            undo(row)
+        yield row
+
+
+def _consumed(connection: sqlite3.Connection, step: int, most: int) -> Iterator[ConsumedGroup]:
+    """Yield the last `most` groups that steps up to `step` consumed, in order. Raises `LedgerError`."""
+    used = "kind = 'train' AND status = 'consumed' AND step <= ?"
+    query = (
+        f"SELECT group_id, step FROM trajectory WHERE {used} GROUP BY group_id ORDER BY min(last_seq) DESC LIMIT ?"
+    )
+    steps = dict(connection.execute(query, (step, most)).fetchall()[::-1])
+    members: dict[str, list[LiveTrajectory]] = {group: [] for group in steps}
+    last = f"{used} AND group_id IN (SELECT group_id FROM ({query}))"
+    for row in _complete(connection, last, (step, step, most)):
+        members[row.group_id].append(row)
+    replays: dict[str, set[int]] = {group: set() for group in steps}
+    rows = connection.execute(
+        "SELECT group_id, replay.step FROM replay JOIN trajectory ON id = replay.trajectory"
+        " WHERE NOT undone AND replay.step BETWEEN ? AND ?",
+        (min(steps.values(), default=0), step),
+    )
+    for group, at in rows:
+        if group in replays:
+            replays[group].add(at)
+    for group, at in steps.items():
+        yield ConsumedGroup(
+            id=group, step=at, members=tuple(members[group]), replays=tuple(sorted(replays[group]))
+        )
+
+
+def _complete(connection: sqlite3.Connection, where: str, values: tuple[object, ...]) -> Iterator[LiveTrajectory]:
+    """Yield the complete rows of trajectories that meet an SQL condition, with their pieces, in order of issue.
 
     Raises `LedgerError` for a trajectory whose prompt is not stored.
     """
-    where = f"status NOT IN ('consumed', 'dropped') OR {_UNDONE}"
-    rows = {row.id: row for row in live_rows(connection, where, (step,))}
-    for event in _events_of(connection, where, step):
+    rows = {row.id: row for row in live_rows(connection, where, values)}
+    for event in _events_of(connection, where, values):
         match event:
             case Interrupted():
                 rows[event.trajectory_id].used_s = event.used_s
@@ -294,7 +342,7 @@ def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]
             case Ready():
                 rows[event.trajectory_id].roles = event.roles
     pieces: dict[int, list[PieceRow]] = {}
-    for piece in piece_rows(connection, where, (step,)):
+    for piece in piece_rows(connection, where, values):
         pieces.setdefault(piece.trajectory, []).append(piece)
     for row in rows.values():
         own = pieces.get(row.number, [])
@@ -305,18 +353,16 @@ def _live(connection: sqlite3.Connection, step: int) -> Iterator[LiveTrajectory]
         row.token_spans = spans_of(own)
         if row.spans is not None:
             row.token_spans = replace_spans(row.token_spans, decode_spans(row.spans))
-        if row.status is Status.CONSUMED:
-            undo(row)
         yield row
 
 
-def _events_of(connection: sqlite3.Connection, where: str, step: int) -> Iterator[AnyEvent]:
+def _events_of(connection: sqlite3.Connection, where: str, values: tuple[object, ...]) -> Iterator[AnyEvent]:
     """Iterate over the interruptions, scores and advantages of trajectories that meet an SQL condition."""
     rows = connection.execute(
         f"WITH wanted AS MATERIALIZED (SELECT id, first_seq FROM trajectory WHERE {where})"
         " SELECT CAST(body AS BLOB) FROM event"
         " WHERE seq > (SELECT min(first_seq) FROM wanted) AND kind IN ('interrupted', 'scored', 'ready')"
         " AND subject IN (SELECT id FROM wanted) ORDER BY seq",
-        (step,),
+        values,
     )
     return (decode_event(body) for (body,) in rows)

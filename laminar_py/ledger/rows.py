@@ -4,6 +4,7 @@ The fields of `TrajectoryRow` are the columns of the table `trajectory` in `sche
 """
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar, get_args
 
@@ -59,13 +60,17 @@ class TrajectoryRow(msgspec.Struct, array_like=True, gc=False, kw_only=True):
     ended_s: float | None = None  # consumed or dropped
 
 
-class KindAccount(msgspec.Struct):
-    """Law 1 for one kind, e.g. `KindAccount(issued=10, consumed=6, dropped={DropReason.STALE: 1}, live=3)`."""
+class KindAccount(msgspec.Struct, kw_only=True):
+    """Law 1 for one kind, e.g. `KindAccount(issued=10, consumed=6, dropped={DropReason.STALE: 1}, live=3)`.
+
+    Replays come on top: a trajectory is consumed once and may be replayed many times.
+    """
 
     issued: int = 0
     consumed: int = 0
     dropped: dict[DropReason, int] = {}
     live: int = 0
+    replayed: int = 0  # times that a step trained on a consumed trajectory again
 
     @property
     def balanced(self) -> bool:
@@ -195,7 +200,7 @@ def read_turns(connection: sqlite3.Connection) -> Iterator[FinishedTurns]:
 
 
 def read_accounting(connection: sqlite3.Connection) -> Accounting:
-    """Count the trajectories on record by kind, status and drop reason."""
+    """Count the trajectories on record by kind, status and drop reason, and the replays."""
     accounting = Accounting()
     for kind, status, reason, count in connection.execute(
         "SELECT kind, status, drop_reason, count(*) FROM trajectory GROUP BY kind, status, drop_reason"
@@ -208,4 +213,11 @@ def read_accounting(connection: sqlite3.Connection) -> Accounting:
             account.dropped[DropReason(reason)] = count
         else:
             account.live += count
+    accounting.train.replayed = sum(read_replays(connection).values())
     return accounting
+
+
+def read_replays(connection: sqlite3.Connection) -> Counter[int]:
+    """Count the replays that no rollback undid, by learner step."""
+    counted = connection.execute("SELECT step, count(*) FROM replay WHERE NOT undone GROUP BY step")
+    return Counter(dict(counted))

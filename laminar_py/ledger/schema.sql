@@ -117,6 +117,15 @@ CREATE TABLE step (
     reference_s REAL NOT NULL,
     undone INTEGER NOT NULL DEFAULT 0
 ) STRICT;
+CREATE TABLE replay (             -- a row for each time that a step trained on a consumed trajectory again
+    seq INTEGER PRIMARY KEY,
+    trajectory TEXT NOT NULL,     -- id
+    step INTEGER NOT NULL,
+    version INTEGER NOT NULL,     -- of the learner before the step
+    staleness INTEGER NOT NULL,
+    weight REAL NOT NULL,
+    undone INTEGER NOT NULL DEFAULT 0
+) STRICT;
 CREATE TABLE checkpoint (
     seq INTEGER PRIMARY KEY,
     step INTEGER NOT NULL,

@@ -37,7 +37,7 @@ class SealedFile(msgspec.Struct, frozen=True):
     digest: str
 
 
-class Seal(msgspec.Struct, frozen=True, kw_only=True):
+class RunSeal(msgspec.Struct, frozen=True, kw_only=True):
     """The files of a finished run, by path in its folder."""
 
     sealed: float  # seconds since 1970
@@ -47,7 +47,7 @@ class Seal(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""  # of all other fields
 
 
-def seal_run(run: Path) -> Seal:
+def seal_run(run: Path) -> RunSeal:
     """Fold SQLite's log into the ledger of a run that has ended, write its seal, and return it.
 
     Raises `LedgerError` if an open reader blocks the folding.
@@ -60,7 +60,7 @@ def seal_run(run: Path) -> Seal:
     with closing(open_reader(ledger, immutable=True)) as connection:
         seq, head = connection.execute("SELECT seq, hash FROM head").fetchone()
     files = {name: SealedFile((run / name).stat().st_size, file_digest(run / name)) for name in _record(run)}
-    open_seal = Seal(sealed=time.time(), seq=seq, head=head.hex(), files=files)
+    open_seal = RunSeal(sealed=time.time(), seq=seq, head=head.hex(), files=files)
     seal = msgspec.structs.replace(open_seal, digest=_digest(open_seal))
     unfinished = run / f"{SEAL_NAME}.tmp"
     write_file(unfinished, _file_bytes(seal))
@@ -69,12 +69,12 @@ def seal_run(run: Path) -> Seal:
     return seal
 
 
-def read_seal(run: Path) -> Seal | None:
+def read_seal(run: Path) -> RunSeal | None:
     """Return the seal of a run, None without a seal. Raises `LedgerError` if it is damaged or was changed."""
     path = run / SEAL_NAME
     try:
         written = path.read_bytes()
-        seal = msgspec.json.decode(written, type=Seal)
+        seal = msgspec.json.decode(written, type=RunSeal)
     except FileNotFoundError:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -90,7 +90,7 @@ def seal_digest(run: Path) -> str | None:
     return file_digest(path) if path.is_file() else None
 
 
-def differences(run: Path, seal: Seal) -> Iterator[tuple[str, str]]:
+def differences(run: Path, seal: RunSeal) -> Iterator[tuple[str, str]]:
     """Yield (file, difference) for each file of the record that differs from the seal."""
     found = set(_record(run))
     for name, sealed in sorted(seal.files.items()):
@@ -112,9 +112,9 @@ def _record(run: Path) -> list[str]:
     return [name for name in RECORD if (run / name).is_file()] + segments
 
 
-def _file_bytes(seal: Seal) -> bytes:
+def _file_bytes(seal: RunSeal) -> bytes:
     return msgspec.json.format(msgspec.json.encode(seal)) + b"\n"
 
 
-def _digest(seal: Seal) -> str:
+def _digest(seal: RunSeal) -> str:
     return blake3(msgspec.json.encode(msgspec.structs.replace(seal, digest=""))).hexdigest(length=DIGEST_BYTES)

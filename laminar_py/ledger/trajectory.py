@@ -42,7 +42,7 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
     prompt: Prompt = NO_PROMPT
     tokens: tuple[TokensRef, ...] = ()  # references to the response's tokens, end to end
     token_spans: tuple[Span, ...] = ()  # cover [0, length); `spans` of the row is their JSON once final
-    columns: dict[str, ColumnRef] = msgspec.field(default_factory=dict)  # the reference's are in memory only
+    columns: dict[str, ColumnRef] = msgspec.field(default_factory=dict)  # a frozen model's are in memory only
     earned: Earned | None = None  # rewards of its tokens, if the reward gives any
     roles: tuple[RoleCredit, ...] = ()  # rewards of its roles, if the environment gives any
     answer: str = ""  # its final answer, as the reward reads it

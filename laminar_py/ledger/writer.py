@@ -27,10 +27,12 @@ from laminar_py.records.events import (
     RefillStopped,
     Relayed,
     RelayGaveUp,
+    Replayed,
     RolledBack,
     RunEnded,
     RunStarted,
     SealBroken,
+    SettingChanged,
     Stepped,
     StepSkipped,
     VersionLoaded,
@@ -59,9 +61,11 @@ _STATEMENTS: dict[type, tuple[str, ...]] = {
         "INSERT INTO step VALUES (:seq, :step, :incarnation, :num_trajectories, :num_tokens, :loss, :grad_norm,"
         " :reward, :elapsed_s, :waited_s, :reference_s, 0)",
     ),
+    Replayed: ("INSERT INTO replay VALUES (:seq, :trajectory_id, :step, :version, :staleness, :weight, 0)",),
     Checkpointed: ("INSERT INTO checkpoint VALUES (:seq, :step, :version, :path, 0)",),
     RolledBack: (
         "UPDATE step SET undone = 1 WHERE step > :step",
+        "UPDATE replay SET undone = 1 WHERE step > :step",
         "UPDATE checkpoint SET undone = 1 WHERE step > :step",
         "UPDATE version SET undone = 1 WHERE step > :step",
     ),
@@ -70,9 +74,9 @@ _STATEMENTS: dict[type, tuple[str, ...]] = {
         " :mean)",
     ),
 }
-DURABLE = (Stepped, Consumed, Checkpointed, SealBroken, RunEnded)
+DURABLE = (Stepped, Consumed, Replayed, Checkpointed, SealBroken, RunEnded)
 """Events whose batch is synced: weights are trained and files are deleted because of them."""
-SIDE_TABLES = ("incarnation", "version", "step", "checkpoint", "evaluation")
+SIDE_TABLES = ("incarnation", "version", "step", "replay", "checkpoint", "evaluation")
 
 
 class Stamped(msgspec.Struct, frozen=True, gc=False):
@@ -191,6 +195,8 @@ def _subject(event: AnyEvent) -> str:
             return f"version-{event.version}"
         case Alarmed():
             return event.part
+        case SettingChanged():
+            return event.name
         case Stepped() | StepSkipped() | RefillStopped() | Checkpointed() | RolledBack():
             return f"step-{event.step}"
         case _:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from laminar_py.observe.live import View as View
     from laminar_py.observe.stats import Stats as Stats
     from laminar_py.observe.stats import Totals as Totals
+    from laminar_py.observe.stats import replay_figures as replay_figures
     from laminar_py.observe.summary import CheckpointFigures as CheckpointFigures
     from laminar_py.observe.summary import EvaluationFigures as EvaluationFigures
     from laminar_py.observe.summary import RelayFigures as RelayFigures

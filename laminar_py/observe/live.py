@@ -182,6 +182,8 @@ class View:
             self._stepped_s = self._clock.now()
             turns = f"  turns {row.turns.mean:.1f}, environments p95 {row.turns.environment_p95_s:.2f} s"
             staleness = f"staleness {row.staleness_mean:.1f} max {row.staleness_max}"
+            if (again := row.replay).trajectories:
+                staleness += f", replayed {again.staleness_mean:.1f} max {again.staleness_max}"
             about = staleness if row.trained else "nothing to train"
             self.notice(
                 f"{short}{turns if row.turns.mean else ''}  {about}"
@@ -286,6 +288,9 @@ def _figure_table(row: StepRow, steps: int, evaluated: str) -> Table:
         table.add_row("turns", f"mean {turns.mean:.1f}", "environments", times)
     staleness = f"mean {row.staleness_mean:.1f}  max {row.staleness_max}" if row.trajectories else "-"
     table.add_row("staleness", staleness, "clipped", _known("{:.1%}", row.clip_fraction))
+    if (again := row.replay).trajectories:
+        ages = f"mean {again.staleness_mean:.1f}  max {again.staleness_max}"
+        table.add_row("replayed", f"{again.trajectories / row.trajectories:.0%} of the step", "staleness", ages)
     rl_s = max(row.rl_s, 1e-9)
     generated, trained = row.generated_tokens / rl_s, row.trained_tokens / rl_s
     table.add_row("generated", f"{generated:,.0f} tok/s", "trained", f"{trained:,.0f} tok/s")

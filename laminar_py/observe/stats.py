@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from laminar_py.ledger.row_files import read_rows
 from laminar_py.records.host import Clock
-from laminar_py.records.metrics import FleetRow, OrderFigures, StepMetrics, StepRow, TurnFigures
+from laminar_py.records.metrics import FleetRow, ReplayFigures, StepMetrics, StepRow, TurnFigures
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import GroupRewards, TermValue
 from laminar_py.records.spans import num_sampled
@@ -153,7 +154,7 @@ class Stats:
         self._turns.append((turns, environment_s))
 
     def add_reference_time(self, busy_s: float) -> None:
-        """Add busy seconds of the reference model."""
+        """Add busy seconds of the reference model or the teacher."""
         self.totals.reference_busy_s += busy_s
 
     def begin_step(self) -> None:
@@ -214,7 +215,7 @@ class Stats:
             learning_rate=learned.learning_rate,
             skipped=learned.skipped,
             by_staleness=learned.by_staleness,
-            order=OrderFigures(),
+            critic=learned.critic,
             reward_terms={name: _mean(values) for name, values in self._terms.items()},
             **(self._reward_figures() | learned.mismatch.figures | learned.tokens.figures),
         )
@@ -241,7 +242,7 @@ class Stats:
         self._learner_free_rl_s, self._batch_rl_s, self._reference_s = now, None, self.totals.reference_busy_s
         return waited_s, reference_s
 
-    def _reward_figures(self) -> dict[str, float]:
+    def _reward_figures(self) -> dict[str, Any]:
         """Return the figures of rewards since the previous step, NaN without any."""
         return {
             "reward": _mean(self._rewards),
@@ -342,6 +343,15 @@ def turn_figures(found: Sequence[tuple[int, float]]) -> TurnFigures:
     p50, p95 = (seconds[math.ceil(q * len(seconds)) - 1] for q in (0.50, 0.95))
     mean = sum(turns for turns, _ in found) / len(found)
     return TurnFigures(mean=mean, environment_p50_s=p50, environment_p95_s=p95)
+
+
+def replay_figures(staleness: Sequence[int]) -> ReplayFigures:
+    """Return the figures of replayed trajectories with these ages in learner steps."""
+    if not staleness:
+        return ReplayFigures()
+    return ReplayFigures(
+        trajectories=len(staleness), staleness_mean=_mean(staleness), staleness_max=max(staleness)
+    )
 
 
 def _mean(values: Sequence[float]) -> float:

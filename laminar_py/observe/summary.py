@@ -56,6 +56,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int
     live: int
     dropped_by_reason: dict[str, int]
+    replayed: int = 0  # times that a step trained on a consumed trajectory again
 
 
 class StalenessFigures(msgspec.Struct, frozen=True):
@@ -238,6 +239,7 @@ def _count_trajectories(connection: sqlite3.Connection) -> Counts:
         dropped=sum(account.dropped.values()),
         live=account.live,
         dropped_by_reason={str(reason): count for reason, count in account.dropped.items()},
+        replayed=account.replayed,
     )
 
 

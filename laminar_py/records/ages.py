@@ -51,6 +51,11 @@ class WeightAges:
             case VersionPublished():
                 self.record_version(event.version, step=event.step)
 
+    @property
+    def last_step(self) -> int:
+        """Number of the last step that no rollback undid, 0 before the first."""
+        return len(self._learned) - 1
+
     def knows_version(self, version: int) -> bool:
         """True if the version was published."""
         return version in self._made
@@ -83,5 +88,5 @@ class WeightAges:
 
     def _learned_by(self, step: int | None) -> int:
         """Number of steps up to `step`, by default the last one, that changed the weights."""
-        last = len(self._learned) - 1
+        last = self.last_step
         return self._learned[last if step is None else min(max(step, 0), last)]

@@ -16,6 +16,10 @@ import numpy.typing as npt
 TOKEN_REWARDS = "token_rewards"  # process rewards, which the packer turns into advantages
 TEACHER_LOGPROBS = "teacher_logprobs"
 REFERENCE_LOGPROBS = "reference_logprobs"
+PLACES = "places"  # of tokens in their response
+ACTORS = "actors"  # numbers of the roles that drew them
+VALUES = "values"  # of the critic at the start of the step
+VALUE_TARGETS = "value_targets"  # numbers to which the critic regresses
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -31,7 +35,19 @@ class Source(StrEnum):
     """Part of a run that computes a column."""
 
     SCORER = "scorer"  # the reward function returns it, see `records.scoring.Reward`
-    REFERENCE = "reference"  # the reference model computes it; only `reference_logprobs`
+    REFERENCE = "reference"  # the reference model computes it
+    TEACHER = "teacher"  # the teacher computes it
+    PACKER = "packer"  # it follows from the response's spans and roles
+    CRITIC = "critic"  # the value model computes it at the start of a step
+
+
+MODEL_COLUMNS = {Source.REFERENCE: REFERENCE_LOGPROBS, Source.TEACHER: TEACHER_LOGPROBS}
+"""The column of each frozen model: log-probabilities of response tokens."""
+COMPUTED = {  # by source: the names of the columns that it gives
+    **{source: (name,) for source, name in MODEL_COLUMNS.items()},
+    Source.PACKER: (PLACES, ACTORS),
+    Source.CRITIC: (VALUES, VALUE_TARGETS),
+}
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from laminar_py.records.codec import BoolArray, FloatArray
+from laminar_py.records.codec import BoolArray, FloatArray, IntArray
 from laminar_py.records.columns import TOKEN_REWARDS, TokenValues
 from laminar_py.records.spans import Span, sampled_mask, turn_ends
 
@@ -128,6 +128,16 @@ def role_advantages(credits: Sequence[RoleCredit], spans: Sequence[Span]) -> Flo
         for turn in credit.turns:
             advantages[ends[turn - 1] : ends[turn]] = credit.advantage
     return advantages
+
+
+def role_numbers(credits: Sequence[RoleCredit], spans: Sequence[Span]) -> IntArray:
+    """[L] number of the role that each token belongs to; 0 without roles."""
+    ends = [0, *turn_ends(spans)]
+    numbers = np.zeros(spans[-1].end if spans else 0, np.int32)
+    for number, credit in enumerate(credits):
+        for turn in credit.turns:
+            numbers[ends[turn - 1] : ends[turn]] = number
+    return numbers
 
 
 def role_returns(credits: Sequence[RoleCredit], spans: Sequence[Span]) -> Returns:

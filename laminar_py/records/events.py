@@ -37,6 +37,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     simulated: bool = False  # a simulation: tokens are only counted, times are of a virtual clock
     overrides: tuple[str, ...] = ()  # settings that a resume changed, e.g. ("steps=8",)
     command_s: float | None = None  # seconds since its process started; None: not known
+    replay_max_age: int | None = None  # bound on the staleness of replayed trajectories; None: no replay
 
 
 class RunEnded(Event, frozen=True):
@@ -54,6 +55,24 @@ class Scaled(Event, frozen=True):
 
     replicas: tuple[int, ...]
     servers: tuple[str, ...] = ()  # [replicas] servers to which they attach; empty: the run starts its engines
+
+
+class SettingChanged(Event, frozen=True, kw_only=True):
+    """A setting of the running run has another value from the next batch of the learner on, e.g.
+
+    `SettingChanged(step=40, name="staleness.max_staleness", value=5, by="control", reason="the learner waits
+    ...")`. A change of the fleet is `Scaled`.
+    """
+
+    step: int  # learner steps done
+    name: str
+    value: int
+    by: str  # "user" or "control" (`staleness.control`)
+    reason: str = ""
+
+    def describe(self) -> str:
+        """Text for a report, e.g. "staleness.max_staleness=5 by control, since the learner waits ..."."""
+        return f"{self.name}={self.value} by {self.by}" + (f", since {self.reason}" if self.reason else "")
 
 
 class ReplicaLeft(Event, frozen=True):
@@ -216,6 +235,19 @@ class Consumed(Event, frozen=True, kw_only=True):
     weight: float  # factor on the trajectory's loss
 
 
+class Replayed(Event, frozen=True, kw_only=True):
+    """The learner trained on a trajectory again that an earlier step consumed; a `RolledBack` undoes that, too.
+
+    E.g. `Replayed(trajectory_id="g3.1", step=12, version=11, staleness=5, weight=1.0)`.
+    """
+
+    trajectory_id: str
+    step: int
+    version: int  # of the learner before the step
+    staleness: int
+    weight: float  # factor on the trajectory's loss
+
+
 class Undone(Event, frozen=True):
     """A rollback undid the step that consumed a trajectory, which is READY again, e.g. `Undone("g3.1", 9)`."""
 
@@ -327,21 +359,22 @@ class LearnerLoaded(Event, frozen=True):
 
 
 class Stepped(Event, frozen=True, kw_only=True):
-    """The learner made a step. The ledger commits this event together with the step's `Consumed` events.
+    """The learner made a step. The ledger commits this event together with the step's `Consumed` and `Replayed`
+    events.
 
     E.g. `Stepped(step=9, incarnation=1, num_trajectories=256, num_tokens=80_000, loss=0.1, grad_norm=0.4, ...)`.
     """
 
     step: int
     incarnation: int
-    num_trajectories: int
+    num_trajectories: int  # replayed ones included
     num_tokens: int
     loss: float | None  # None: the step trained nothing
     grad_norm: float | None  # None: the same
     reward: float | None  # mean over trajectories scored since the last step; None without any
     elapsed_s: float
     waited_s: float = 0.0  # seconds that the learner waited for the batch
-    reference_s: float = 0.0  # seconds of the reference model: in this step, or as a stage since the last step
+    reference_s: float = 0.0  # seconds of frozen models: in this step, or as a stage since the last step
 
 
 class StepSkipped(Event, frozen=True):
@@ -426,6 +459,7 @@ class Evaluated(Event, frozen=True, kw_only=True):
 AnyEvent = (
     RunStarted
     | Scaled
+    | SettingChanged
     | ReplicaLeft
     | RunEnded
     | Issued
@@ -438,6 +472,7 @@ AnyEvent = (
     | Scored
     | Ready
     | Consumed
+    | Replayed
     | Undone
     | Dropped
     | VersionPublished

@@ -72,6 +72,23 @@ class Work(msgspec.Struct, frozen=True):
     peak_flops: float | None = None  # FLOPs per second of all ranks' devices; None: unknown
 
 
+class CriticFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of a critic in a step, over its trained tokens, e.g. `CriticFigures(value_loss=0.04, ...)`.
+
+    A figure without anything to measure is NaN.
+    """
+
+    value_loss: float = nan  # mean over the updates that were not skipped
+    value_mean: float = nan  # at the start of the step
+    target_mean: float = nan
+    explained_variance: float = nan  # 1 - variance of (target - value) over variance of the target, at the start
+    clip_fraction: float = nan  # share of tokens whose value moved too far for a gradient, by loss weight
+    grad_norm: float = nan  # before clipping; the largest of all updates
+    skipped: int = 0  # updates with a loss or gradient that was not finite
+    not_finite: int = 0  # tokens whose value is not finite
+    elapsed_s: float = 0.0  # of the step: values and updates of the critic
+
+
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of a learner step, e.g. `StepMetrics(loss=0.1, grad_norm=0.4, elapsed_s=2.5, updates=4)`.
 
@@ -90,6 +107,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     skipped: int = 0  # updates with a loss or gradient that was not finite; the other figures leave them out
     reference_s: float = 0.0  # part of `elapsed_s` that the reference model took
     work: Work = Work()
+    critic: CriticFigures | None = None  # None: the algorithm has none
     proof: StepProof | None = None  # None of a learner that a backend brings
 
     @property
@@ -125,6 +143,14 @@ class TurnFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     environment_p95_s: float = 0.0
 
 
+class ReplayFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Replayed trajectories of a step, e.g. `ReplayFigures(trajectories=9, staleness_mean=5.5)`."""
+
+    trajectories: int = 0
+    staleness_mean: float = 0.0  # learner steps since the oldest weights in each
+    staleness_max: int = 0
+
+
 class StepRow(TokenFigures, frozen=True, kw_only=True):
     """Line of `metrics.jsonl` for one step, e.g. `StepRow(step=9, version=9, rl_s=81.0, reward=0.4, ...)`.
 
@@ -141,10 +167,10 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     reward_std: float = nan  # standard deviation within a group, mean over groups closed since the last step
     frac_reward_zero_std: float = nan  # share of these groups whose rewards are all equal
     clipped_ratio: float = nan  # share of trajectories scored since the last step that a cap ended
-    trajectories: int  # of this step
+    trajectories: int  # of this step, replayed ones included
     trained_tokens: int  # of responses, sum so far
     generated_tokens: int  # sum so far
-    staleness_mean: float  # over the step's trajectories; NaN without any
+    staleness_mean: float  # over the step's trajectories without replayed ones; NaN without any
     staleness_max: int | None = None  # None without any
     length_p50: int | None = None  # tokens of responses scored since the last step; None without any
     length_p95: int | None = None
@@ -156,7 +182,7 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     versions_alive: int  # weight versions of live trajectories
     kv_use: float = 0.0  # share of the replicas' KV caches in use, mean over the RL phase so far
     publish_stall_s: float = 0.0  # seconds that the learner waited for the publish of this step
-    reference_busy_s: float = 0.0  # sum so far, of a stage or (inside `learner_busy_s`) of the learner's own runs
+    reference_busy_s: float = 0.0  # sum so far, of stages or (inside `learner_busy_s`) of the learner's own runs
     waited_s: float = 0.0  # until the learner had the batch of this step
     reference_s: float = 0.0  # part of `reference_busy_s` since the last step
     learner_tokens_per_s: float = nan  # of this step, prompts included
@@ -171,6 +197,8 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     skipped: int = 0  # updates of this step with a loss or gradient that was not finite
     by_staleness: dict[str, TokenMetrics] = {}  # e.g. of tokens that are "3-4" steps old; empty: none was trained
     order: OrderFigures = OrderFigures()
+    critic: CriticFigures | None = None  # None: the algorithm has none
+    replay: ReplayFigures = ReplayFigures()
 
     @property
     def trained(self) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from laminar_py.relay.sockets import generate_keys as generate_keys
     from laminar_py.relay.sockets import peer_sockets as peer_sockets
     from laminar_py.relay.subscriber import Subscriber as Subscriber
+    from laminar_py.relay.tree import CHUNK_OVERHEAD_S as CHUNK_OVERHEAD_S
     from laminar_py.relay.tree import PAGE_BYTES as PAGE_BYTES
     from laminar_py.relay.tree import Topology as Topology
     from laminar_py.relay.tree import choose_chunk_bytes as choose_chunk_bytes

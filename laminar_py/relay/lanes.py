@@ -83,7 +83,7 @@ class Sealer:
         return self._count.to_bytes(12, "big")
 
 
-class Buffer:
+class ChunkBuffer:
     """Memory that a lane uses for one chunk after the other."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class LaneWriter:
     def __init__(self, connection: socket.socket, seal: Sealer) -> None:
         self._connection = connection
         self._seal = seal
-        self._buffer = Buffer()
+        self._buffer = ChunkBuffer()
 
     def send(self, chunk: Chunk) -> None:
         """Send a chunk; wait until the kernel has it. Raises `OSError` if the lane is broken."""
@@ -128,7 +128,7 @@ class LaneReader:
         self._fill = fill
         self._seal = seal
         self._most_bytes = most_bytes
-        self._frame, self._data = Buffer(), Buffer()
+        self._frame, self._data = ChunkBuffer(), ChunkBuffer()
 
     def receive(self) -> Chunk:
         """Wait for the next chunk, whose data are good until the next call. Raises `LaneError`, `OSError`."""

@@ -98,7 +98,7 @@ class Fetch(Upward, frozen=True, kw_only=True):
     base: Version | None = None  # a version that the child has: the parent may send deltas against it
 
 
-class Survey(Upward, frozen=True):
+class AskHeld(Upward, frozen=True):
     """A node that is no child asks which chunks of a version it may request here; answered by `Held` or `Lost`."""
 
     version: Version
@@ -179,7 +179,7 @@ class Lanes(Downward, frozen=True, kw_only=True):
 
 
 class Held(Downward, frozen=True):
-    """Answer to `Survey`: chunks that the sender may request here; none while this node has more urgent work."""
+    """Answer to `AskHeld`: chunks that the sender may request here; none while this node has more urgent work."""
 
     version: Version
     runs: Runs
@@ -225,7 +225,7 @@ class Refused(Downward, frozen=True):
     reason: str
 
 
-ToParent: TypeAlias = Attach | Want | Fetch | Survey | Done | OpenLanes | Subscribe | Pull | Release
+ToParent: TypeAlias = Attach | Want | Fetch | AskHeld | Done | OpenLanes | Subscribe | Pull | Release
 ToChild: TypeAlias = Announce | Chunk | Lanes | Held | Lost | Failed | Newest | Granted | Refused
 
 

@@ -11,7 +11,7 @@ The protocol, as states and the records (`relay/messages.py`) that are sent in t
     downloading  Announce(v), Fetch(v)*  -> Chunk* | Lost(v)  Fetch grants credits; the parent sends chunks as it
                                                               gets them itself (cut-through), as deltas against a
                                                               base that the child says it has
-    joining      Survey(v)  to others    -> Held(v) | Lost(v) v comes in full and is long: `relay/sources.py`
+    joining      AskHeld(v)  to others    -> Held(v) | Lost(v) v comes in full and is long: `relay/sources.py`
     opening      OpenLanes(n)            -> Lanes(tickets)    chunks then bypass this connection: `relay/lanes.py`
     arrived                                                   v's changes are offered; threads make v of its deltas
                                                               and prove its digest; no other version overtakes it
@@ -187,8 +187,8 @@ class RelayNode:
                 self._handle_fetch(sender, message)
             case m.Attach(newest):
                 self._handle_attach(sender, newest)
-            case m.Survey():
-                self._handle_survey(sender, message)
+            case m.AskHeld():
+                self._handle_ask(sender, message)
             case m.Want():
                 self._handle_want(sender, message)
             case m.Done(version):
@@ -240,14 +240,14 @@ class RelayNode:
                 self._downlink.send(child, m.Lost(fetch.version))
                 return
 
-    def _handle_survey(self, sender: bytes, survey: m.Survey) -> None:
+    def _handle_ask(self, sender: bytes, asked: m.AskHeld) -> None:
         """Say which chunks of a version are here; none while a version arrives, or a child fetches chunks."""
-        stored = self._versions.find(survey.version)
-        if stored is None or stored.manifest.digest != survey.digest:
-            self._downlink.send(sender, m.Lost(survey.version))
+        stored = self._versions.find(asked.version)
+        if stored is None or stored.manifest.digest != asked.digest:
+            self._downlink.send(sender, m.Lost(asked.version))
             return
         lends = self._versions.is_idle and self._now() - self._child_fetched_s >= BUSY_S
-        self._downlink.send(sender, m.Held(survey.version, stored.whole_runs() if lends else ()))
+        self._downlink.send(sender, m.Held(asked.version, stored.whole_runs() if lends else ()))
 
     def _handle_want(self, child: bytes, want: m.Want) -> None:
         """Record that a child wants a version; announce it if it is here, and ask above if it is incomplete."""

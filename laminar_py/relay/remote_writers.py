@@ -23,7 +23,7 @@ from laminar_py.records.weights import TensorSource
 from laminar_py.relay.device_copy import TensorCopier
 from laminar_py.relay.mapped_file import MappedFile
 from laminar_py.relay.version_layout import SHARD_BYTES, lay_out
-from laminar_py.relay.writers import LENGTH_BYTES, Message, agree_with, receive_from
+from laminar_py.relay.writers import LENGTH_BYTES, RankMessage, agree_with, receive_from
 
 log = logging.getLogger(__name__)
 
@@ -42,19 +42,19 @@ class RankLink:
         self._group = group
         self._rank = rank
 
-    def send(self, message: Message) -> None:
+    def send(self, message: RankMessage) -> None:
         """Send a message."""
         data = bytearray(encode(message))
         self.send_bytes(memoryview(bytearray(len(data).to_bytes(LENGTH_BYTES))))
         self.send_bytes(memoryview(data))
 
-    def receive(self) -> Message:
+    def receive(self) -> RankMessage:
         """Wait for a message."""
         length = bytearray(LENGTH_BYTES)
         self.receive_bytes(memoryview(length))
         data = bytearray(int.from_bytes(length))
         self.receive_bytes(memoryview(data))
-        return decode(Message, bytes(data))
+        return decode(RankMessage, bytes(data))
 
     def send_bytes(self, data: memoryview) -> None:
         """Send bytes, of which the receiver knows the number."""
@@ -141,7 +141,7 @@ class RemotePublisher:
         self._rows.keep_mapped()
         self._copier.page_lock(self._rows)
         try:
-            self._writer.send(Message(data=encode(pieces)))
+            self._writer.send(RankMessage(data=encode(pieces)))
             position = 0
             for _, _, size in blocks(pieces):
                 view = self._rows.mapped_view(position, size)

@@ -29,7 +29,7 @@ def window_of(chunk_bytes: int) -> int:
 
 
 @dataclass(slots=True)
-class _Source:
+class _Sender:
     """A node that sends chunks, and the chunks requested of it."""
 
     held: tuple[bytearray, ...] | None  # [files][chunks] 1 for each chunk that it has; None: all, perhaps later
@@ -56,7 +56,7 @@ class Requests:
         self._wide_window = window  # chunks of the size that comes
         self._num_old = 0  # requests before a restart whose chunks may still come
         self._recent = deque[float](maxlen=window)  # bytes of the last chunks, by their bytes in full
-        self._sources = {PARENT: _Source(None)}
+        self._sources = {PARENT: _Sender(None)}
         self._taken_over: set[ChunkKey] = set()
         self._in_full: set[ChunkKey] = set()  # chunks whose deltas were wrong
         self.parent_only = False
@@ -81,7 +81,7 @@ class Requests:
             if file < len(held):
                 end = min(first + count, len(held[file]))
                 held[file][first:end] = b"\1" * (end - first)
-        self._sources.setdefault(name, _Source(held)).held = held
+        self._sources.setdefault(name, _Sender(held)).held = held
         self._look_again()
 
     def drop(self, name: str) -> None:
@@ -162,7 +162,7 @@ class Requests:
         for source in self._sources.values():
             source.asked.pop(chunk, None)
 
-    def _take_over(self, idle: _Source) -> list[ChunkKey]:
+    def _take_over(self, idle: _Sender) -> list[ChunkKey]:
         """Take from the source with the longest queue the last half of its chunks that `idle` has."""
         slow = max(self._sources.values(), key=lambda source: len(source.asked))
         chunks = [chunk for chunk in slow.asked if chunk not in self._taken_over and idle.has(chunk)]
@@ -177,7 +177,7 @@ class Requests:
         for source in self._sources.values():
             source.ahead = self._chunks_of(source)
 
-    def _chunks_of(self, source: _Source) -> Iterator[ChunkKey]:
+    def _chunks_of(self, source: _Sender) -> Iterator[ChunkKey]:
         for chunk in self._stored.missing_chunks():
             if source.has(chunk) and not any(chunk in other.asked for other in self._sources.values()):
                 yield chunk

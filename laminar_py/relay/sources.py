@@ -3,7 +3,7 @@
 `NodeVersions` opens them when it starts to download a long version in full, and closes them at its end. One
 source's records, beside `Lanes` as from a parent:
 
-    asking    Survey(v, digest) -> Held(v, runs) | Lost(v)   at each connect, and every `parent_timeout_s`
+    asking    AskHeld(v, digest) -> Held(v, runs) | Lost(v)   at each connect, and every `parent_timeout_s`
     lending   Fetch(v)*         -> Chunk*                    while the source has chunks and no child that fetches
     left      a connection that stays broken, or `Lost(v)`: its chunks are requested of the others
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import laminar_py.relay.messages as m
-from laminar_py.relay.uplink import Follower, Uplink
+from laminar_py.relay.uplink import Uplink, UplinkOwner
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Borrower(Protocol):
         ...
 
 
-Connect = Callable[[Sequence[str], Follower], Uplink]
+Connect = Callable[[Sequence[str], UplinkOwner], Uplink]
 
 
 class Sources:
@@ -89,7 +89,7 @@ class Sources:
 
 
 class _Source:
-    """A `Follower` of one source."""
+    """Owner of the uplink to one source."""
 
     is_idle = False  # a source has no other place
 
@@ -107,7 +107,7 @@ class _Source:
     def resend_requests(self) -> None:
         """Ask which chunks the source has now."""
         for manifest in self._borrower.joining:
-            self.uplink.send(m.Survey(manifest.version, manifest.digest))
+            self.uplink.send(m.AskHeld(manifest.version, manifest.digest))
 
     def handle(self, message: m.ToChild) -> bool:
         """Handle a record of the source; always True, since there is no other place to go."""

@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 
 from laminar_py.config.section import ConfigError
 
+CHUNK_OVERHEAD_S = 2e-4  # of a chunk on a link, as measured on hosts of one rack
 PAGE_BYTES = 4096
 SMALLEST_CHUNK_BYTES = 256 * 2**10  # below, a message's fixed cost is most of it
 LARGEST_CHUNK_BYTES = 16 * 2**20  # above, a window of credits takes too much memory

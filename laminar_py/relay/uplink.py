@@ -4,7 +4,7 @@
 open. The uplink greets the parent at each connect, so a restarted parent is treated as a new parent.
 
     connecting -> (handshake) following -> (connection breaks) connecting
-    connecting for too long, or the follower's `handle` returns False: to the next parent, after the last the first
+    connecting for too long, or the owner's `handle` returns False: to the next parent, after the last the first
     following another than the nearest for `visit_s` while idle, or a parent that `parents` lacks: to the nearest
 """
 
@@ -18,10 +18,10 @@ from laminar_py.relay.messages import Chunk, Lanes, OpenLanes, ToChild, Upward
 from laminar_py.relay.sockets import CONTROL_BYTES, IPC, Connection, LinkState, SocketFactory, tcp_host
 
 GRACE_S = 0.5  # for a broken connection to come back, and then for each other parent to answer
-VISIT_S = 30.0  # with a parent that is not the nearest, before an idle follower tries the nearest again
+VISIT_S = 30.0  # with a parent that is not the nearest, before an idle owner tries the nearest again
 
 
-class Follower(Protocol):
+class UplinkOwner(Protocol):
     """The owner of an uplink: a node or a subscriber."""
 
     @property
@@ -30,7 +30,7 @@ class Follower(Protocol):
         ...
 
     def reattach(self) -> None:
-        """Send the parent this follower's state; called at each connect."""
+        """Send the parent this owner's state; called at each connect."""
         ...
 
     def resend_requests(self) -> None:
@@ -51,7 +51,7 @@ class Follower(Protocol):
 
 
 class Uplink:
-    """Keeps `follower` connected to one of its parents.
+    """Keeps `owner` connected to one of its parents.
 
     It leaves a parent that is silent for `timeout_s`, or whose connection stays broken for `GRACE_S`. `parents`,
     the nearest first, may be replaced at any time; the uplink notices within `timeout_s`.
@@ -61,7 +61,7 @@ class Uplink:
         self,
         name: str,
         parents: Sequence[str],
-        follower: Follower,
+        owner: UplinkOwner,
         *,
         sockets: SocketFactory,
         timeout_s: float,
@@ -71,12 +71,12 @@ class Uplink:
     ) -> None:
         self.name = name
         self.parents = tuple(parents)
-        self._follower = follower
+        self._owner = owner
         self._sockets = sockets
         self._timeout_s = timeout_s
         self._max_frame_bytes = chunk_bytes + CONTROL_BYTES
         self._visit_s = visit_s
-        self._lanes = ChildLanes(num_lanes, follower.take_chunk, follower.reattach, chunk_bytes=chunk_bytes)
+        self._lanes = ChildLanes(num_lanes, owner.take_chunk, owner.reattach, chunk_bytes=chunk_bytes)
         self.parent = ""  # endpoint of the current parent, or of the last
         self._connection: Connection | None = None
         self._num_quick = 0  # parents that still get `GRACE_S` instead of `timeout_s`, since one was lost
@@ -102,11 +102,11 @@ class Uplink:
                 following = self.parents[0]
             else:
                 following = self.parents[(self.parents.index(endpoint) + 1) % len(self.parents)]
-            self._follower.left_parent(endpoint, following)
+            self._owner.left_parent(endpoint, following)
             endpoint = following
 
     async def _follow(self, connection: Connection) -> bool:
-        """Pass one parent's records to the follower until it must leave; True to try the nearest next."""
+        """Pass one parent's records to the owner until it must leave; True to try the nearest next."""
         now = asyncio.get_running_loop().time
         deadline = now() + self._next_patience_s()  # for the connection to come up; infinite while it is up
         next_reminder = math.inf
@@ -116,7 +116,7 @@ class Uplink:
             match await connection.receive(max(0.0, until - now())):
                 case None if now() >= deadline:
                     return False
-                case None if now() >= home and self.parent != self.parents[0] and self._follower.is_idle:
+                case None if now() >= home and self.parent != self.parents[0] and self._owner.is_idle:
                     self._num_quick = len(self.parents)
                     return True
                 case None if now() >= home:
@@ -133,16 +133,16 @@ class Uplink:
                     deadline, next_reminder = math.inf, now() + self._timeout_s
                     self._num_quick = 0
                     self._ask_for_lanes()
-                    self._follower.reattach()
+                    self._owner.reattach()
                 case Lanes() as offer:
                     self._lanes.open(tcp_host(self.parent), offer)
                 case message:
-                    if not self._follower.handle(message):
+                    if not self._owner.handle(message):
                         return False
             if now() >= next_reminder:
                 next_reminder = now() + self._timeout_s
                 self._ask_for_lanes()
-                self._follower.resend_requests()
+                self._owner.resend_requests()
         return True
 
     def _ask_for_lanes(self) -> None:

@@ -33,7 +33,7 @@ LENGTH_BYTES = 8
 MAX_DESCRIPTORS = 200  # in one message; the kernel allows 253
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
+class RankMessage(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's part of one exchange: its data, or its error."""
 
     error: str = ""
@@ -44,11 +44,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 class Link(Protocol):
     """Messages from and to another rank. Raises `OSError` once that has ended."""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: RankMessage) -> None:
         """Send a message."""
         ...
 
-    def receive(self) -> Message:
+    def receive(self) -> RankMessage:
         """Wait for a message."""
         ...
 
@@ -82,7 +82,7 @@ class Leader:
         except Exception as error:
             self._send_all(failure(error))
             raise
-        self._send_all(Message(data=encode([pages.inode for pages in files])))
+        self._send_all(RankMessage(data=encode([pages.inode for pages in files])))
         for connection in self._connections:
             lacking = decode(list[int], connection.receive().data)
             connection.send_descriptors([files[index].descriptor for index in lacking])
@@ -97,7 +97,7 @@ class Leader:
         failed = [one for one in own + self._answers([*self._connections, *self._remote]) if one.error]
         if failed:
             discard()
-        self._send_all(failed[0] if failed else Message())
+        self._send_all(failed[0] if failed else RankMessage())
         if error is not None:
             raise error
         if failed:
@@ -126,14 +126,14 @@ class Leader:
         for connection in self._connections:
             connection.close()
 
-    def _answers(self, links: Sequence[Link]) -> list[Message]:
+    def _answers(self, links: Sequence[Link]) -> list[RankMessage]:
         """Receive a message of each rank; the end of its process counts as its error."""
         answers = []
         for link in links:
             try:
                 answers.append(link.receive())
             except OSError as error:
-                answers.append(Message(error=str(error)))
+                answers.append(RankMessage(error=str(error)))
         return answers
 
     def _accept(self) -> None:
@@ -151,7 +151,7 @@ class Leader:
         self._listener = None
         (self._store / SOCKET).unlink()
 
-    def _send_all(self, message: Message) -> None:
+    def _send_all(self, message: RankMessage) -> None:
         for link in (*self._connections, *self._remote):
             with suppress(OSError):  # its end shows at the next receive
                 link.send(message)
@@ -169,13 +169,13 @@ class Follower:
         with _address(store) as address:
             connection.connect(address)
         self._leader = _Connection(connection, "rank 0 of the learner")
-        self._leader.send(Message(data=rank.to_bytes(LENGTH_BYTES)))
+        self._leader.send(RankMessage(data=rank.to_bytes(LENGTH_BYTES)))
 
     def share_files(self, make: Callable[[], list[MappedFile]], known: MappedFiles) -> list[MappedFile]:
         """Return the files that the leader made, and keep new ones in `known`; `make` is the leader's part."""
         inodes = decode(list[int], receive_from(self._leader).data)
         lacking = [index for index, inode in enumerate(inodes) if not known.has(inode)]
-        self._leader.send(Message(data=encode(lacking)))
+        self._leader.send(RankMessage(data=encode(lacking)))
         for descriptor in self._leader.receive_descriptors(len(lacking)):
             known.adopt(descriptor)
         return [known.get(inode) for inode in inodes]
@@ -190,7 +190,7 @@ class Follower:
     def gather(self, work: Callable[[], bytes]) -> list[bytes]:
         """Send the result of this rank's `work` to the leader, or the error that it raised; return []."""
         try:
-            answer = Message(data=work())
+            answer = RankMessage(data=work())
         except Exception as error:
             self._leader.send(failure(error, rank=self.rank))
             raise
@@ -209,12 +209,12 @@ class _Connection:
         self._socket = connected
         self.peer = peer
 
-    def send(self, message: Message) -> None:
+    def send(self, message: RankMessage) -> None:
         data = encode(message)
         self._socket.sendall(len(data).to_bytes(LENGTH_BYTES) + data)
 
-    def receive(self) -> Message:
-        return decode(Message, self._read(int.from_bytes(self._read(LENGTH_BYTES))))
+    def receive(self) -> RankMessage:
+        return decode(RankMessage, self._read(int.from_bytes(self._read(LENGTH_BYTES))))
 
     def send_descriptors(self, descriptors: Sequence[int]) -> None:
         for begin in range(0, len(descriptors), MAX_DESCRIPTORS):
@@ -255,19 +255,19 @@ def _address(store: Path) -> Iterator[str]:
         os.close(folder)
 
 
-def failure(error: Exception, *, rank: int = 0) -> Message:
+def failure(error: Exception, *, rank: int = 0) -> RankMessage:
     """Make the message about an error of a rank."""
     no_room = isinstance(error, NoRoomError)
     text = str(error) if no_room else f"rank {rank} of the learner: {error!r}"
-    return Message(error=text, no_room=no_room)
+    return RankMessage(error=text, no_room=no_room)
 
 
-def raised(message: Message) -> Exception:
+def raised(message: RankMessage) -> Exception:
     """Return the error that a message tells of."""
     return NoRoomError(message.error) if message.no_room else RuntimeError(message.error)
 
 
-def receive_from(link: Link) -> Message:
+def receive_from(link: Link) -> RankMessage:
     """Receive a message; raise the error that it tells of, if any."""
     message = link.receive()
     if message.error:
@@ -280,7 +280,7 @@ def agree_with(leader: Link, error: Exception | None, *, rank: int) -> None:
 
     Raises this rank's `error`, or an error of another rank.
     """
-    leader.send(Message() if error is None else failure(error, rank=rank))
+    leader.send(RankMessage() if error is None else failure(error, rank=rank))
     verdict = leader.receive()
     if error is not None:
         raise error

@@ -4,6 +4,7 @@ import sqlite3
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from laminar_lab.audit.checks import Rule
 from laminar_lab.audit.verify import verify
@@ -32,6 +33,7 @@ from tests.ledger.runs import (
     issue,
     make_ready,
     open_ledger,
+    replayed,
     run_to,
     score,
     store,
@@ -380,3 +382,55 @@ async def test_figures_that_do_not_follow_from_the_answers_are_found(tmp_path, r
         ledger.append(make_evaluated(1.0, version=1, step=1, problems=1, length=7))
     lines = [str(violation) for violation in verify(tmp_path)]
     assert any("evaluation e0-heldout: says accuracy 1.000" in line for line in lines) == is_found
+
+
+@pytest.mark.parametrize(
+    ("more", "stated", "rule", "words"),
+    [
+        ([], 1, None, ""),
+        ([], 2, Rule.CONSUMPTION, "step 3: says it used 2 trajectories, but it consumed 0 and replayed 1"),
+        ([replayed(3, staleness=1)], 1, Rule.CONSUMPTION, "the step replayed it before"),
+        (
+            [replayed(3, id="g1.0", staleness=1)],
+            2,
+            Rule.STALENESS,
+            "recorded 1, but version 0 was 2 learner steps",
+        ),
+        ([replayed(4, id="g1.0")], 1, Rule.CONSUMPTION, "step 4: says it used 0 trajectories"),
+        ([replayed(3, id="g2.0")], 2, Rule.CONSUMPTION, "it is not consumed"),
+    ],
+)
+async def test_a_replay_is_judged_by_its_age_its_step_and_its_consumption(tmp_path, more, stated, rule, words):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, max_staleness=1, versions=(0, 1), replay_max_age=2)
+        for index, id in enumerate(("g0.0", "g1.0", "g2.0")):
+            make_ready(ledger, id, index=index)
+        ledger.append_all(consume(1, 0, "g0.0", "g1.0"))
+        ledger.append_all([replayed(2, id="g1.0"), stepped(2, 1)])
+    add(tmp_path, replayed(3), *more, stepped(3, stated))
+    found = verify(tmp_path)
+    assert any(one.rule is rule and words in str(one) for one in found) if rule else found == []
+
+
+async def test_a_replay_beyond_its_bound_is_found(tmp_path):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0, 1), replay_max_age=1)
+        make_ready(ledger, "g0.0")
+        ledger.append_all(consume(1, 0, "g0.0"))
+        for step in (2, 3):
+            ledger.append_all([replayed(step), stepped(step, 1)])
+    (finding,) = verify(tmp_path)
+    assert str(finding) == "law 12: staleness: g0.0: 2 exceeds the bound of 1 and its weight is 1"
+
+
+def stepped(step, num_trajectories):
+    """A learner step that says that it used so many trajectories."""
+    return replace(consume(step, 0)[0], num_trajectories=num_trajectories)
+
+
+def add(run, *events):
+    """Append events that a sound ledger might refuse."""
+    writer = Writer(open_writer(run / LEDGER_NAME), host="host-1")
+    stamped = [Stamped(writer.seq + place, 0.0, 0.0, event) for place, event in enumerate(events, 1)]
+    writer.write(Unwritten(events=stamped))
+    writer.close()

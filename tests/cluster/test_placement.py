@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import decode, encode
+from laminar_py.records.columns import Source
 from laminar_py.relay.tree import grow_tree
 from laminar_py.runtime.cluster.backend import free_port, nodes, on_node
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
@@ -20,6 +21,8 @@ from laminar_py.runtime.cluster.part import Part
 from laminar_py.runtime.cluster.placement import Needs, Node, NodeSlot, Placement, Plan, make_plan
 from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death
 from tests.runs.runs import REPO
+
+REFERENCE = ((Source.REFERENCE, 1),)
 
 
 def hosts(*gpus: int) -> list[Node]:
@@ -106,21 +109,21 @@ def test_a_plan_is_the_one_expected(gpus, needs, learner, replicas, relays):
     [
         (
             (0, 0),
-            Needs(ranks=2, rank_gpus=0, replicas=2, replica_gpus=0, reference=True),
+            Needs(ranks=2, rank_gpus=0, replicas=2, replica_gpus=0, stages=((Source.REFERENCE, 0),)),
             "b",
         ),  # on CPUs, where fewest parts are
-        ((8,), Needs(ranks=2, rank_gpus=1, replicas=5, replica_gpus=1, reference=True), "a"),
-        ((8, 8), Needs(ranks=8, rank_gpus=1, replicas=7, replica_gpus=1, reference=True), "b"),
+        ((8,), Needs(ranks=2, rank_gpus=1, replicas=5, replica_gpus=1, stages=REFERENCE), "a"),
+        ((8, 8), Needs(ranks=8, rank_gpus=1, replicas=7, replica_gpus=1, stages=REFERENCE), "b"),
         (
             (8, 9),
-            Needs(ranks=4, rank_gpus=1, replicas=3, replica_gpus=4, reference=True),
+            Needs(ranks=4, rank_gpus=1, replicas=3, replica_gpus=4, stages=REFERENCE),
             "b",
         ),  # beside the learner it would cost a replica
     ],
 )
 def test_a_reference_stage_has_a_device_of_its_own_where_it_costs_least(gpus, needs, reference):
     plan = make_plan(needs, hosts(*gpus))
-    assert plan.reference == NodeSlot(reference, needs.rank_gpus)
+    assert plan.stages == (NodeSlot(reference, needs.stage_gpus),)
     assert None not in plan.replicas
 
 
@@ -163,13 +166,18 @@ def test_servers_of_the_reward_have_devices_of_their_own_where_they_cost_least(g
         ),
         (
             (4,),
-            Needs(ranks=4, rank_gpus=1, replicas=1, replica_gpus=0, reference=True),
+            Needs(ranks=4, rank_gpus=1, replicas=1, replica_gpus=0, stages=REFERENCE),
             r"algorithm\.reference_pass=stage: it needs .* the learner's 4",
         ),
         (
             (8,),
-            Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1, reference=True),
-            r"the learner's 2, the reference's 1 and placed replicas; lower",
+            Needs(ranks=2, rank_gpus=1, replicas=6, replica_gpus=1, stages=REFERENCE),
+            r"the learner's 2, the frozen models' 1 and placed replicas; lower",
+        ),
+        (
+            (4,),
+            Needs(ranks=4, rank_gpus=1, replicas=1, replica_gpus=0, stages=((Source.TEACHER, 1),)),
+            r"algorithm\.teacher: its model needs .*; name the address of a server, lower learner\.world_size",
         ),
         (
             (8,),
@@ -249,7 +257,8 @@ NEEDS = st.builds(
 
 
 SERVERS = st.lists(st.tuples(st.sampled_from(["prm", "judge"]), st.integers(0, 2)), max_size=3).map(tuple)
-REFERRING = st.builds(replace, NEEDS, reference=st.booleans(), servers=SERVERS)
+STAGES = st.sampled_from([(), REFERENCE, ((Source.REFERENCE, 1), (Source.TEACHER, 0))])
+REFERRING = st.builds(replace, NEEDS, stages=STAGES, servers=SERVERS)
 
 
 def sharing(needs: Needs) -> Needs:
@@ -270,7 +279,7 @@ def planned(needs: Needs, found: list[Node], *, keep: Plan | None = None) -> Pla
 
 def assert_laws(plan: Plan, needs: Needs, found: list[Node]) -> None:
     promised = Counter()
-    for place in filter(None, (*plan.learner, *plan.replicas, *plan.servers, plan.reference)):
+    for place in filter(None, (*plan.learner, *plan.replicas, *plan.servers, *plan.stages)):
         promised[place.node] += place.gpus
     for node in found:
         assert promised[node.id] <= node.gpus, f"{node} promises {promised[node.id]}"
@@ -288,7 +297,7 @@ def assert_laws(plan: Plan, needs: Needs, found: list[Node]) -> None:
     assert {pool for pool, _ in needs.servers} == {
         pool for (pool, _), place in zip(needs.servers, plan.servers, strict=True) if place is not None
     }, "a pool has a server"
-    assert [plan.reference and plan.reference.gpus] == [needs.rank_gpus if needs.reference else None]
+    assert [place and place.gpus for place in plan.stages] == [gpus for _, gpus in needs.stages]
     assert plan.relays[0] == plan.learner[0].node
     tree = grow_tree(len(plan.relays), fanout=2)
     for index, place in enumerate(plan.replicas):
@@ -359,8 +368,8 @@ def test_after_deaths_what_lives_stays_and_the_laws_hold(needs, found, data):
         if {place.node for place in before.learner} <= living:
             assert plan.learner == before.learner
             assert plan.replicas[: needs.shared] == before.replicas[: needs.shared]
-        if before.reference and before.reference.node in living:
-            assert plan.reference == before.reference
+        for old, new in zip(before.stages, plan.stages, strict=True):
+            assert new == old or old is None or old.node not in living
 
 
 async def test_a_placement_is_made_anew_from_the_nodes_alive():

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from laminar_py.config.algorithm import AlgorithmConfig
+from laminar_py.config.algorithm import Advantage, AlgorithmConfig, ReferencePass
 from laminar_py.config.engine import BACKENDS
 from laminar_py.config.loading import dump_config, load_config, parse_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Source
 
 REPO = Path(__file__).parents[2]
 MINIMAL = {
@@ -48,7 +49,10 @@ def test_an_unknown_key_is_answered_with_the_key_that_was_meant(override, meant)
     ("change", "field"),
     [
         ({"stepz": 1}, "stepz=1: unknown key; did you mean steps? docs/config.md lists"),
-        ({"lr": 1e-3}, "lr=0.001: unknown key; did you mean learner.lr? docs/config.md lists"),
+        (
+            {"lr": 1e-3},
+            "lr=0.001: unknown key; did you mean algorithm.critic.lr or learner.lr? docs/config.md lists",
+        ),
         ({"learnr": {}}, "learnr={}: unknown key; did you mean learner? docs"),
         ({"rollout": {"sampling": {"top-k": 5}}}, "key; did you mean rollout.sampling.top_k? docs"),
         ({"rollout": {"engine": {**SGLANG, "tensor_paralel": 2}}}, "did you mean rollout.engine.tensor_parallel?"),
@@ -73,6 +77,27 @@ def test_an_unknown_key_is_answered_with_the_key_that_was_meant(override, meant)
         ({"rollout": {"max_len": 512, "sampling": {"max_new_tokens": 512}}}, "leaves no room for a prompt"),
         ({"packer": {"max_tokens": 100}}, "packer.max_tokens=100 is below rollout.max_len"),
         ({"buffer": {"capacity": 10}}, "buffer.capacity=10 is below one learner step"),
+        ({"buffer": {"replay": {"share": 0.01}}}, "less than one group; raise share to at least 0.0312"),
+        ({"buffer": {"replay": {"share": 1.0}}}, "buffer.replay.share=1.0: input should be less than 1"),
+        (
+            {"buffer": {"replay": {"share": 0.5, "capacity": 8}}},
+            "buffer.replay.capacity=8: buffer.replay.share=0.5 replays 16 groups a step",
+        ),
+        (
+            {"buffer": {"replay": {"share": 0.9}}},
+            "buffer.replay.most=4: buffer.replay.share=0.9 replays each group 7 times on average; raise most to",
+        ),
+        (
+            {"buffer": {"replay": {"share": 0.9, "most": 20, "max_age": 2}}},
+            "buffer.replay.max_age=2: buffer.replay.share=0.9 replays each group 7 times",
+        ),
+        (
+            {
+                "buffer": {"replay": {"share": 0.5}},
+                "algorithm": {"kl_coef": 0.1, "reference_pass": "stage"},
+            },
+            "algorithm.reference_pass=stage: with buffer.replay.share=0.5 a resumed run would lack",
+        ),
         ({"staleness": {"policies": ["drop", "reweight"]}}, "staleness.policies=drop,reweight: only one"),
         ({"staleness": {"max_staleness": 1}, "learner": {"publish_every": 3}}, "set it to at least 2"),
         ({"rollout": {"engine": {"urls": ["http://a"]}}}, "unknown key; set rollout.engine.kind=sglang"),
@@ -275,7 +300,24 @@ SURE = {"without_signal": "train"}
         ({"algorithm": {"name": "tba", "aggregation": "token_mean"}}, "algorithm.aggregation=token_mean"),
         ({"algorithm": {"name": "tba", "correction": "negative_mask"}}, "algorithm.correction=negative_mask"),
         ({"algorithm": TEACHER, "rollout": SURE}, "reward.use=exact gives one number"),
-        ({"algorithm": {**TEACHER, "advantage": "group_std"}}, "algorithm.advantage=group_std"),
+        ({"algorithm": {"teacher": "t"}}, "algorithm.teacher=t: has no effect with teacher_coef=0"),
+        (
+            {"algorithm": {**TEACHER, "teacher": "t"}, "rollout": {"without_signal": "refill"}},
+            "set without_signal to",
+        ),
+        ({"algorithm": {**TEACHER, "teacher": "ftp://a"}}, "algorithm.teacher=ftp://a: no address of a server"),
+        (
+            {
+                "algorithm": {**TEACHER, "teacher": "http://a:1"},
+                "rollout": {**SURE, "sampling": {"temperature": 0.7}},
+            },
+            "rollout.sampling.temperature=0.7; set that to 1",
+        ),
+        (
+            {"algorithm": {**TEACHER, "teacher": "t"}, "packer": {"max_tokens": 8}, "rollout": SURE},
+            "a stage of algorithm.reference_pass or algorithm.teacher has one rank",
+        ),
+        ({"algorithm": {**TEACHER, "teacher": "t"}, "rollout": {**SURE, **EMULATED}}, "an emulated engine has no"),
         ({"algorithm": {"advantage": "none"}}, "algorithm.advantage=none leaves a loss without gradient"),
         ({"algorithm": {"reference_pass": "stage"}}, "there is no reference model with algorithm.kl_coef=0"),
         (
@@ -291,6 +333,25 @@ def test_what_cannot_be_learned_from_is_refused_by_name(change, words):
         parse_config({**MINIMAL, **change})
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("advantage", list(Advantage))
+def test_a_teacher_by_name_needs_no_column_of_the_reward_and_goes_with_any_advantage(advantage):
+    algorithm = {**TEACHER, "teacher": "t", "advantage": advantage, "kl_coef": 0.1}
+    found = parse_config({**MINIMAL, "algorithm": algorithm, "rollout": SURE}).algorithm
+    assert not found.scored_columns
+    assert [column.name for column in found.packed_columns] == [TEACHER_LOGPROBS]
+    staged = found.model_copy(update={"reference_pass": ReferencePass.STAGE})
+    assert [column.name for column in staged.packed_columns] == [TEACHER_LOGPROBS, REFERENCE_LOGPROBS]
+    assert staged.stages == (Source.REFERENCE, Source.TEACHER)
+
+
+def test_a_server_of_the_teacher_needs_no_device():
+    algorithm = {**TEACHER, "teacher": "http://10.0.0.5:30000"}
+    config = parse_config({**MINIMAL, "algorithm": algorithm, "rollout": SURE})
+    by_folder = parse_config({**MINIMAL, "algorithm": {**TEACHER, "teacher": "t"}, "rollout": SURE})
+    assert (config.algorithm.stages, config.algorithm.computing_stages) == ((Source.TEACHER,), ())
+    assert by_folder.algorithm.computing_stages == (Source.TEACHER,)
 
 
 @pytest.mark.parametrize("mistake", [AssertionError("ours"), ValueError("ours")])

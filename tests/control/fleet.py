@@ -1,6 +1,7 @@
 """A scheduler with pretend replicas that finish what they are given, on a clock that the test moves."""
 
 import asyncio
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -141,10 +142,11 @@ class Fleet:
         capacity=16,
         schedule=Schedule.ASYNC,
         max_staleness=None,
+        publish_every=1,
         policies=(),
         recorder=None,
         segments=None,
-        refers=False,
+        refers=(),
         length_cost=lambda length: 0.0,
         in_rl=True,
         **settings,
@@ -169,7 +171,11 @@ class Fleet:
                 group_size=group_size,
                 sampling=SamplingParams(max_new_tokens=16),
                 admission=Admission(
-                    schedule=schedule, batch=batch, capacity=capacity, max_staleness=max_staleness
+                    schedule=schedule,
+                    batch=batch,
+                    capacity=capacity,
+                    max_staleness=max_staleness,
+                    publish_every=publish_every,
                 ),
                 bound=StalenessBound(max_staleness, policies),
                 **options,
@@ -179,7 +185,7 @@ class Fleet:
             on_rewards=self.told.append,
             recorder=self.log,
             submit_for_scoring=lambda trajectory, prompt: self.unscored.append(trajectory),
-            submit_reference=self.unreferred.append if refers else None,
+            submit_for_columns={name: partial(self._submit, name) for name in refers},
             credit=Credit(group_advantages(Advantage.GROUP_STD), length_cost),
             clock=self.clock,
         )
@@ -223,12 +229,19 @@ class Fleet:
             self.received[index] += sum(item.version is None for item in assignments)
             self.running[index].update({item.trajectory_id: item for item in assignments})
 
-    async def refer_all(self):
-        """The reference stage delivers all that it was given."""
-        while self.unreferred:
-            trajectory = self.unreferred.pop()
-            await self.scheduler.incoming.on_reference(
+    def _submit(self, name, trajectory):
+        self.unreferred.append((name, trajectory))
+
+    async def refer_all(self, *names):
+        """The stages of these columns, by default all, deliver all that they were given."""
+        given, self.unreferred = self.unreferred, []
+        for name, trajectory in reversed(given):
+            if names and name not in names:
+                self.unreferred.append((name, trajectory))
+                continue
+            await self.scheduler.incoming.on_column(
                 trajectory.id,
+                name,
                 ColumnRef(Dtype.FLOAT32, make_ref(REFERENCE, digest=trajectory.id.encode().ljust(16))),
             )
 

@@ -1,11 +1,13 @@
 """Replicas that join and leave while a run goes on: what is given to whom, and that nothing is lost."""
 
+from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import Schedule
 from laminar_py.records.events import Dropped
 from laminar_py.records.replica import Move
 from laminar_py.records.trajectory import FinishReason
 from tests.builders import make_prompt
 from tests.control.fleet import Fleet
+from tests.runs.runs import REPO
 
 
 def dropped(fleet):
@@ -112,5 +114,6 @@ async def test_a_pass_goes_on_where_its_version_is_though_that_leaves():
 def test_the_number_of_live_groups_follows_the_fleet():
     fleet = Fleet(replicas=1, group_size=2, capacity=1)
     assert fleet.scheduler.router.num_admitted == 1
-    fleet.scheduler.resize(capacity=3)
+    sizes = ["rollout.group_size=2", "rollout.prompts_per_step=2", "buffer.capacity=6"]
+    fleet.scheduler.adopt(load_config(REPO / "configs/quickstart.yaml", sizes))
     assert fleet.scheduler.router.num_admitted == 3

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.control.evaluation import EvaluationLostError
 from laminar_py.learner.packing.buffer import Packing
+from laminar_py.records.columns import REFERENCE_LOGPROBS
 from laminar_py.records.events import Dropped, Interrupted
 from laminar_py.records.spans import covers
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Status
@@ -126,7 +127,7 @@ async def test_ready_ones_leave_their_group_and_its_bins_and_the_last_takes_the_
 
 
 async def test_a_column_that_is_lost_takes_its_response_along():
-    fleet = await one_group(refers=True)
+    fleet = await one_group(refers=[REFERENCE_LOGPROBS])
     await fleet.finish_all(0, admissible=0)
     await fleet.score_all()
     await fleet.refer_all()
@@ -137,8 +138,8 @@ async def test_a_column_that_is_lost_takes_its_response_along():
 async def test_a_restored_group_waits_for_no_reference_of_what_cannot_be_read():
     for lost, members in ((["g1.0"], ["g1.1"]), (["g1.0", "g1.1"], [])):
         ready = [left("g1.0", Status.READY, reward=1.0), left("g1.1", Status.READY, reward=0.0)]
-        fleet = await restored(*ready, refers=True)
-        fleet.unreferred = [one for one in fleet.unreferred if one.id not in lost]
+        fleet = await restored(*ready, refers=[REFERENCE_LOGPROBS])
+        fleet.unreferred = [one for one in fleet.unreferred if one[1].id not in lost]
         await fleet.refer_all()
         assert len(fleet.scheduler.consumption.buffer) == 0
         await fleet.scheduler.incoming.drop_lost(

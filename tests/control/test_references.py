@@ -1,7 +1,7 @@
-"""Groups that wait for a reference stage, which may be slower or faster than scoring."""
+"""Groups that wait for stages of frozen models, which may be slower or faster than scoring."""
 
 from laminar_py.config.rollout import WithoutSignal
-from laminar_py.records.columns import REFERENCE_LOGPROBS
+from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 from laminar_py.records.events import Dropped, Ready
 from laminar_py.records.trajectory import DropReason
 from tests.control.fleet import Fleet
@@ -9,7 +9,7 @@ from tests.control.fleet import Fleet
 
 async def finished(**settings):
     """A group of four that is finished and neither scored nor referred."""
-    fleet = Fleet(replicas=1, capacity=1, refers=True, **settings)
+    fleet = Fleet(replicas=1, capacity=1, **{"refers": [REFERENCE_LOGPROBS], **settings})
     await fleet.report(0)
     await fleet.finish_all(0)
     return fleet
@@ -32,6 +32,18 @@ async def test_a_group_is_ready_when_it_is_scored_and_referred_in_either_order()
         assert {m.columns[REFERENCE_LOGPROBS].at.digest.decode().strip() for m in group.members} == set(
             ready(fleet)
         )
+
+
+async def test_a_group_waits_for_the_columns_of_all_models_in_any_order():
+    for first, second in ((REFERENCE_LOGPROBS, TEACHER_LOGPROBS), (TEACHER_LOGPROBS, REFERENCE_LOGPROBS)):
+        fleet = await finished(refers=[REFERENCE_LOGPROBS, TEACHER_LOGPROBS])
+        await fleet.refer_all(first)
+        await fleet.score_all()
+        assert not ready(fleet)
+        await fleet.refer_all(second)
+        assert len(ready(fleet)) == 4
+        [group] = fleet.scheduler.consumption.buffer.first(1)
+        assert all(set(m.columns) == {first, second} for m in group.members)
 
 
 async def test_a_group_that_teaches_nothing_waits_for_no_reference():

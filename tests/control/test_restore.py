@@ -155,8 +155,8 @@ async def test_an_evaluation_is_dropped_and_new_prompts_follow_the_last_one():
 async def test_the_reference_is_asked_anew_before_the_learner_gets_what_was_finished():
     scored = [left("g1.0", Status.SCORED, reward=1.0), left("g1.1", Status.SCORED, reward=0.0)]
     ready = [left("g2.0", Status.READY, reward=1.0), left("g2.1", Status.READY, reward=0.0)]
-    fleet = await restored(*scored, *ready, left("g3.0", Status.RUNNING), refers=True)
-    assert {trajectory.id for trajectory in fleet.unreferred} == {"g1.0", "g1.1", "g2.0", "g2.1"}
+    fleet = await restored(*scored, *ready, left("g3.0", Status.RUNNING), refers=[REFERENCE_LOGPROBS])
+    assert {trajectory.id for _, trajectory in fleet.unreferred} == {"g1.0", "g1.1", "g2.0", "g2.1"}
     assert len(fleet.scheduler.consumption.buffer) == 0
     await fleet.refer_all()
     assert len(fleet.scheduler.consumption.buffer) == 2

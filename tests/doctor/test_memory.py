@@ -17,12 +17,14 @@ from laminar_lab.doctor.gpu_formula import (
     HEAD_TOKENS,
     _peaks,
     activations,
+    critic_parts,
     host_inputs,
     learner_memory,
     state_parts,
 )
 from laminar_lab.doctor.memory import gpu_memory, host_memory, memory_faults, memory_warnings, shard_advice
 from laminar_lab.model_shape import ModelShape, read_shape
+from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import Accumulate, LearnerConfig, LoraConfig, Recompute, ReduceDtype
 from laminar_py.config.loading import load_config
@@ -463,6 +465,25 @@ def test_a_reference_inside_the_learner_counts_and_one_elsewhere_does_not(tmp_pa
     assert "reference model" not in gpu_memory(elsewhere)[0].parts
 
 
+def test_a_frozen_model_as_a_stage_has_a_column_by_its_own_shape(tmp_path):
+    refers = ["algorithm.kl_coef=0.1", "algorithm.reference_pass=stage"]
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    (teacher / "config.json").write_text(json.dumps({**QWEN_7B, "num_hidden_layers": 56}))
+    taught = [f"algorithm.teacher={teacher}", "algorithm.teacher_coef=1.0", "rollout.without_signal=train"]
+    config = shipped("7b_24gpu", tmp_path, *refers, *taught)
+    _, _, reference, larger = gpu_memory(config, gpu_bytes=141e9)
+    assert (reference.kind, larger.kind) == ("reference", "teacher")
+    assert reference.parts["masters (fp32)"] == pytest.approx(4 * 7.6e9, rel=0.01)
+    assert larger.parts["masters (fp32)"] == pytest.approx(4 * (2 * 7.6e9 - 1.09e9), rel=0.01)
+    assert memory_faults(config, kinds=["reference", "teacher"]) == []
+    (line,) = memory_faults(config, gpu_bytes=60e9, kinds=["reference", "teacher"])
+    assert line.startswith("algorithm.teacher: a GPU of the teacher needs ")
+    assert line.endswith(" has 60.0; name the address of a server, or set learner.offload=true")
+    served = shipped("7b_24gpu", tmp_path, *taught, "algorithm.teacher=http://10.0.0.5:30000")
+    assert [column.kind for column in gpu_memory(served)] == ["learner", "engine"]
+
+
 def test_without_a_cache_size_an_engine_fills_its_share(tmp_path):
     engine = gpu_memory(shipped("7b_8gpu", tmp_path, "rollout.kv_capacity=null"))[1]
     assert engine.total == pytest.approx(80e9)
@@ -514,3 +535,17 @@ def test_the_table_and_the_refusal_are_shown_also_where_there_is_no_gpu(tmp_path
     assert "learner.world_size=2: a GPU of the learner needs 80.9 GB and has 80.0; set it to 3" in output
     assert len(lines) == 1
     assert "a GPU of" not in doctor(*config, "--gpu-gb", "141")[1]
+
+
+def test_a_critic_counts_as_the_states_of_its_parameters(tmp_path):
+    plain, valued = (shipped("7b_24gpu", tmp_path, f"algorithm.name={name}") for name in ("grpo", "ppo"))
+    parts = gpu_memory(valued)[0].parts
+    assert parts.keys() - gpu_memory(plain)[0].parts.keys() == {"critic"}
+    assert parts["critic"] == sum(critic_parts(read_shape(valued.model.path), valued.learner).values())
+    for tied in (False, True):
+        folder = make_model_folder(tmp_path / f"tied-{tied}", tied=tied)
+        learner = make_learner(folder, algorithm=AlgorithmConfig(name="ppo"))
+        counted = 16 * sum(one.numel() for one in learner._critic.model.parameters())
+        shape = read_shape(folder)
+        found = critic_parts(shape, LearnerConfig())["critic"]
+        assert counted - 16 * shape.hidden_size == found, "the head is a row"

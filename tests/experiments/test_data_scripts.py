@@ -18,7 +18,7 @@ from laminar_py.data.sources import source_at
 from laminar_py.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("quickstart", "countdown", "tiny_code", "tool_calculator", "tiny_agent", "self_play")
+NAMES = ("quickstart", "countdown", "tiny_code", "tool_calculator", "tiny_agent", "self_play", "tba")
 UNKNOWN_ID = SPECIAL.index(UNKNOWN)
 
 

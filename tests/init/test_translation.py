@@ -152,13 +152,25 @@ def test_hydra_yaml_is_read_like_its_overrides(tmp_path):
     found = translated(tmp_path, Trainer.VERL, text)
     assert found.settings["rollout.prompts_per_step"] == 64
     assert set(found.settings["eval.sets"]["heldout"]) == {"path", "columns"}, "greedy, as verl has it"
-    assert "rollout.group_size" not in found.settings, "a group of one has no advantages"
-    assert found.lost == {
-        "actor_rollout_ref.rollout.n=1": "a group has two samples at least; 8 are used",
-        "algorithm.adv_estimator=gae (the default)": (
-            "gae needs a critic, and there is none; GRPO's group_std is used"
-        ),
+    assert found.settings["rollout.group_size"] == 1, "a critic needs no group"
+    assert {name: value for name, value in found.settings.items() if name.startswith("algorithm.")} == {
+        "algorithm.advantage": "gae",
+        "algorithm.aggregation": "token_mean",
+        "algorithm.critic.clip": 0.5,
+        "algorithm.critic.gamma": 1.0,
+        "algorithm.critic.lr": 1e-5,
+        "algorithm.critic.policy_lambda": 1.0,
+        "algorithm.critic.value_lambda": 1.0,
+        "algorithm.importance_cap": 3.0,
     }
+    assert found.lost == {}
+
+
+def test_a_group_of_one_without_a_critic_is_no_group(tmp_path):
+    text = "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {rollout: {n: 1}}\n"
+    found = translated(tmp_path, Trainer.VERL, text)
+    assert "rollout.group_size" not in found.settings, "a group of one has no advantages"
+    assert found.lost == {"actor_rollout_ref.rollout.n=1": "a group has two samples at least; 8 are used"}
 
 
 def test_gradient_checkpointing_that_is_off_stays_off(tmp_path):

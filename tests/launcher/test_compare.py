@@ -17,12 +17,19 @@ from laminar_lab.compare import (
     ComparedRun,
     Comparison,
     SeedGroup,
-    _equal_rows,
     compare,
     seed_warning,
     sets_table,
 )
-from laminar_lab.curves import FleetSizes, Point, count_devices, device_seconds, read_curves, read_fleet_sizes
+from laminar_lab.curves import (
+    FleetSizes,
+    Point,
+    count_devices,
+    device_seconds,
+    read_curves,
+    read_fleet_sizes,
+    read_problem_rewards,
+)
 from laminar_py.cli import console
 from laminar_py.config.loading import dump_config, load_config
 from laminar_py.config.section import ConfigError
@@ -47,7 +54,8 @@ def make_run(rl_s, devices, *accuracy, rewards=(), config=QUICKSTART, **sets):
         ]
 
     by_set = {"first": curve(accuracy)} | {name: curve(pairs) for name, pairs in sets.items()}
-    run = ComparedRun(SimpleNamespace(rl_s=rl_s), config, by_set, curve(rewards))
+    report = SimpleNamespace(rl_s=rl_s)
+    run = ComparedRun(report=report, config=config, by_set=by_set, reward=curve(rewards))
     run.__dict__["device_hours"] = rl_s * devices / 3600
     return run
 
@@ -66,8 +74,8 @@ def test_runs_that_differ_in_their_seeds_stand_together_with_every_set_at_equal_
     assert found.device_hours == 1.0
     assert [group.runs for group in found.groups] == [(0, 2), (1,)]
     assert found.groups[0].at_end == {"first": (0.9, 0.9), "hard": (0.4, 0.9)}
-    assert found.groups[0].at_equal == {"first": (0.9, 0.1), "hard": (0.4, 0.6)}
-    assert found.groups[1].at_equal == {"first": (0.1,), "hard": (0.8,)}
+    assert found.groups[0].at_equal == {"first": (0.9, 0.5), "hard": (0.4, 0.6)}, "on the line between evaluations"
+    assert found.groups[1].at_equal == {"first": (0.5,), "hard": (0.8,)}
 
 
 @pytest.mark.parametrize(
@@ -76,9 +84,7 @@ def test_runs_that_differ_in_their_seeds_stand_together_with_every_set_at_equal_
 )
 def test_the_axis_of_the_sets_begins_at_0_and_a_single_seed_is_named(results, axis):
     groups = tuple(SeedGroup((0, 1)[: len(values)], {"first": values}, {"first": ()}) for values in results)
-    comparison = Comparison(
-        measure="reward", reached=(), device_hours=1.0, at_equal=(), reward_at_equal=(), groups=groups
-    )
+    comparison = Comparison(measure="reward", reached=(), device_hours=1.0, groups=groups, pairs=())
     console = Console(width=120, file=io.StringIO())
     console.print(sets_table(comparison, ["twice", "once"], width=120))
     head, twice, once = console.file.getvalue().splitlines()[-3:]
@@ -86,19 +92,6 @@ def test_the_axis_of_the_sets_begins_at_0_and_a_single_seed_is_named(results, ax
     assert "±" in twice
     assert "one seed" in once
     assert str(seed_warning(comparison, ["twice", "once"])).startswith("ONE SEED: once ran once, so ")
-
-
-def test_the_quality_of_a_run_has_its_interval_and_no_ratio():
-    figures = make_evaluated(0.5, problems=300).figures
-    points = tuple(
-        Point(step=1, rl_s=1.0, tokens=1, device_hours=1.0, value=0.5, figures=figures) for _ in range(2)
-    )
-    comparison = Comparison(
-        measure="accuracy", reached=(), device_hours=1.0, at_equal=points, reward_at_equal=(None, None), groups=()
-    )
-    quality, *_ = _equal_rows(comparison)
-    assert quality[1] == quality[2] == figures.mean.describe()
-    assert "(0.4" in quality[1]
 
 
 def test_without_an_evaluation_seeds_are_compared_by_the_reward():
@@ -142,15 +135,7 @@ def test_quality_is_compared_at_the_device_hours_that_all_have_had():
     large = make_run(1800.0, 8, (0.0, 0.0), (450.0, 0.3), (900.0, 0.6), (1800.0, 0.9))
     found = compare([small, large])
     assert found.device_hours == 2.0
-    assert [point.value for point in found.at_equal] == [0.5, 0.6]
-
-
-def test_beside_accuracy_stands_the_reward_in_training_which_is_known_at_each_step():
-    rare = make_run(100.0, 1, (0.0, 0.2), (100.0, 0.9), rewards=((10.0, 0.3), (50.0, 0.7), (100.0, 0.9)))
-    often = make_run(50.0, 1, (0.0, 0.2), (50.0, 0.6), rewards=((10.0, 0.3), (50.0, 0.6)))
-    found = compare([rare, often])
-    assert [(point.rl_s, point.value) for point in found.at_equal] == [(0.0, 0.2), (50.0, 0.6)]
-    assert [point.value for point in found.reward_at_equal] == [0.7, 0.6]
+    assert [group.at_equal["first"] for group in found.groups] == [(0.5,), (0.6,)]
 
 
 def test_without_two_evaluations_of_each_the_reward_is_compared():
@@ -259,18 +244,22 @@ async def test_runs_stand_side_by_side(run):
         "What differs in the configs",
         "max_rl_seconds",
         "ONE SEED: each config ran once",
+        "small-1 and small-2, by reward",
+        "one seed cannot tell",
         "heldout: the last evaluation",
-        "At equal device-hours",
         "Speed and tails",
     )
     places = [output.index(title) for title in titles]
-    assert places == sorted(places), "first the configs, then the held-out set, then speed"
+    assert places == sorted(places), "first the configs, then verdicts, then the held-out set, then speed"
     assert re.search(r"^max_rl_seconds +null +77\.0 *$", output, re.MULTILINE)
     assert len(re.findall(r"^accuracy .*0\.500 \(0\.\d+ to", output, re.MULTILINE)) == 1
     assert invoke(run, run).stdout.startswith("The configs agree in all settings.")
-    for words in ("goodput, useful tokens/s", "small-2", "(1.00x)", "At equal device-hours", "Until reward is"):
+    for words in ("goodput, useful tokens/s", "small-2", "(1.00x)", "Until reward is"):
         assert words in output
     assert json.loads(invoke(run, run, "--json").stdout)["measure"] == "reward"
+    assert read_problem_rewards(run) == {"e0-heldout": {0: 1.0, 1: 0.0}}
+    with pytest.raises(ConfigError, match=r"cannot be written \(No such file"):
+        invoke(run, other, "--html", run / "none" / "page.html")
     with pytest.raises(ConfigError, match="one run cannot be compared"):
         invoke(run)
 

@@ -147,7 +147,7 @@ def test_runs_without_gpus_run_side_by_side_on_request(tmp_path):
 def test_the_gpus_of_a_run_are_those_that_its_parts_are_placed_on(tmp_path, settings):
     (run,) = make_experiment(tmp_path, set=settings | SERVED).runs
     plan = make_plan(Needs.from_config(run.config), [Node(id="a", ip="", gpus=50)])
-    placed = [place.gpus for place in (*plan.learner, *plan.replicas, *plan.servers, plan.reference) if place]
+    placed = [place.gpus for place in (*plan.learner, *plan.replicas, *plan.servers, *plan.stages) if place]
     assert run.config.gpus == sum(placed) > 6
     assert count_devices(run.config) == (run.config.gpus, "GPU")
 

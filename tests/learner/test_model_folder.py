@@ -13,7 +13,7 @@ from laminar_py.cli import app
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.loading import parse_config
 from laminar_py.config.section import ConfigError
-from laminar_py.learner.model import load_policy, load_reference
+from laminar_py.learner.model import load_frozen, load_policy
 from laminar_py.learner.model_folder import check_tied_head, stored_tensors
 from laminar_py.runtime.preflight import inputs
 from laminar_py.runtime.preflight.inputs import initial_folder
@@ -78,7 +78,14 @@ def test_no_rank_loads_it(tmp_path: Path, on_meta: bool):
     with pytest.raises(ConfigError, match=WORDS):
         load_policy(ModelConfig(path=folder), seed=0, temperature=1.0, device=CPU, on_meta=on_meta)
     with pytest.raises(ConfigError, match=WORDS):
-        load_reference(folder, vocab_size=VOCAB, temperature=1.0, device=CPU, on_meta=on_meta)
+        load_frozen(
+            folder,
+            field="algorithm.reference",
+            vocab_size=VOCAB,
+            temperature=1.0,
+            device=CPU,
+            on_meta=on_meta,
+        )
 
 
 def test_data_and_doctor_refuse_it_too_and_need_no_weights(tmp_path: Path, monkeypatch):

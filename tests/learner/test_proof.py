@@ -16,7 +16,8 @@ from laminar_py.config.learner import LearnerConfig
 from laminar_py.learner import step as step_module
 from laminar_py.learner.losses import loss as loss_module
 from laminar_py.learner.model import policy_logprobs
-from laminar_py.learner.proof import STILL_UPDATES, StepProver
+from laminar_py.learner.moves import STILL_UPDATES
+from laminar_py.learner.proof import StepProver
 from laminar_py.learner.step import Learner
 from laminar_py.records.proofs import POWERS, GradientSums, StepProof, id_sum
 from laminar_py.records.trajectory import MicroBatch

@@ -1,16 +1,22 @@
 """The reference model as a stage before the packer is the one inside the learner."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
+from transformers import AutoModelForCausalLM
 
 import laminar_py.learner.reference as reference
 from laminar_py.config.algorithm import AlgorithmConfig, Divergence, ReferencePass
+from laminar_py.config.section import ConfigError
 from laminar_py.learner.distributed import join_group, leave_group
+from laminar_py.learner.model import load_frozen
 from laminar_py.learner.packing.balance import fit_bins
 from laminar_py.learner.packing.packer import deal_to_ranks, microbatch, step_weights
-from laminar_py.learner.reference import ReferenceModel
-from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
+from laminar_py.learner.reference import FrozenModel
+from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, token_values
 from laminar_py.records.pieces import SamplingMask
 from laminar_py.records.spans import Span
 from tests.builders import make_trajectory
@@ -51,24 +57,47 @@ def batches_of(items, algorithm, *, ranks=1):
 def stage(tmp_path):
     """Runs the stage's model, on some trajectories a pass."""
 
-    def answer(items, *, together=2, max_tokens=1000):
+    def answer(items, *, together=2, max_tokens=1000, name=REFERENCE_LOGPROBS):
         mesh = join_group(str(tmp_path / "rendezvous"), rank=0, world_size=1)
         try:
-            model = ReferenceModel(
+            model = FrozenModel(
                 folder, vocab_size=VOCAB, temperature=TEMPERATURE, max_tokens=max_tokens, mesh=mesh
             )
             passes = [items[start : start + together] for start in range(0, len(items), together)]
             found = [logprobs for one in passes for logprobs in model.logprobs(one)]
         finally:
             leave_group()
-        return [
-            replace(item, columns={REFERENCE_LOGPROBS: token_values(own)})
-            for item, own in zip(items, found, strict=True)
-        ]
+        return [replace(item, columns={name: token_values(own)}) for item, own in zip(items, found, strict=True)]
 
     folder = make_model_folder(tmp_path / "reference", seed=1)
     answer.folder = folder
     return answer
+
+
+def test_a_teachers_column_is_its_own_forward_at_the_temperature_of_the_rollout(stage):
+    items = [item for item in samples() if item.sampling_mask is None]
+    plain = AutoModelForCausalLM.from_pretrained(stage.folder, dtype=torch.float64)
+    for item, taught in zip(items, stage(items, name=TEACHER_LOGPROBS), strict=True):
+        ids = torch.from_numpy(np.concatenate([item.prompt_ids, item.response_ids]).astype(np.int64))
+        with torch.no_grad():
+            logits = plain(ids[None]).logits[0] / TEMPERATURE
+        expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[len(item.prompt_ids) - 1 :, 0]
+        assert np.abs(taught.columns[TEACHER_LOGPROBS].array - expected.numpy()).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("field", "rows", "fits"),
+    [
+        ("algorithm.reference", VOCAB + 1, False),
+        ("algorithm.teacher", VOCAB + 1, True),
+        ("algorithm.teacher", VOCAB - 1, False),
+    ],
+)
+def test_a_teacher_may_have_more_unused_rows_than_the_policy(tmp_path, field, rows, fits):
+    folder = make_model_folder(tmp_path / "m", vocab=rows)
+    refused = pytest.raises(ConfigError, match=rf"^{field}=.*: has a vocabulary of {rows} tokens, the policy one")
+    with nullcontext() if fits else refused:
+        load_frozen(folder, field=field, vocab_size=VOCAB, temperature=1.0, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,11 +13,12 @@ from laminar_py.config.algorithm import PRESETS, AlgorithmConfig, Divergence
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.learner.export import WeightExporter, full_tensors
-from laminar_py.learner.losses.loss import trained_rows
+from laminar_py.learner.losses.loss import make_loss_inputs, policy_loss, trained_rows
 from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.step import Learner
-from laminar_py.records.columns import TEACHER_LOGPROBS
+from laminar_py.records.columns import ACTORS, PLACES, TEACHER_LOGPROBS
 from laminar_py.records.pieces import SamplingMask
+from laminar_py.records.trajectory import MicroBatch
 from tests.learner.builders import (
     VOCAB,
     full_parameters,
@@ -154,10 +155,37 @@ def test_every_algorithm_takes_a_step(model_folder: Path, name: str):
     if name == "distill":
         teacher = {TEACHER_LOGPROBS: np.full_like(batch.advantages, -1.0)}
         batch = msgspec.structs.replace(batch, columns=teacher)
+    if name == "ppo":
+        places = {PLACES: np.arange(len(batch.labels), dtype=np.int32), ACTORS: np.zeros_like(batch.labels)}
+        batch = msgspec.structs.replace(batch, columns=places)
     before = full_parameters(learner)
     metrics = learner.step([batch])
     assert metrics.grad_norm > 0.0
     assert any(not torch.equal(tensor, before[n]) for n, tensor in full_parameters(learner).items())
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "rloo", "cispo"])
+def test_the_gradients_of_a_reward_and_a_teacher_add_up(model_folder: Path, name: str):
+    """On data of the policy itself, where every objective is linear in the advantages."""
+    learner = make_learner(model_folder)
+    batch = pack(make_sequences(), num_total=6)
+    rows = torch.tensor(np.flatnonzero(batch.loss_weights))
+    own = policy_logprobs(learner.model, batch, rows)[0].detach()
+    behaviour = batch.behaviour_logprobs.copy()
+    behaviour[rows] = own
+    teacher = {TEACHER_LOGPROBS: np.linspace(-3.0, 0.0, len(batch.advantages), dtype=np.float32)}
+    batch = msgspec.structs.replace(batch, behaviour_logprobs=behaviour, columns=teacher)
+    unrewarded = msgspec.structs.replace(batch, advantages=np.zeros_like(batch.advantages))
+
+    def slopes(batch: MicroBatch, coef: float) -> torch.Tensor:
+        logprobs = own.clone().requires_grad_()
+        algorithm = AlgorithmConfig(name=name, teacher_coef=coef)
+        loss = policy_loss(make_loss_inputs(batch, rows, logprobs, algorithm), algorithm)
+        return torch.autograd.grad(loss, logprobs)[0]
+
+    expected = slopes(batch, 0.0) + slopes(unrewarded, 0.3)
+    assert slopes(unrewarded, 0.3).abs().max() > 0.0
+    torch.testing.assert_close(slopes(batch, 0.3), expected)
 
 
 @pytest.mark.parametrize("estimator", list(Divergence))

@@ -22,6 +22,7 @@ from laminar_py.records.events import (
     Finished,
     Issued,
     Ready,
+    Replayed,
     RunStarted,
     Scored,
     Stepped,
@@ -137,7 +138,9 @@ def read_response(run, id):
         return StoredResponses(run, connection).response(row)
 
 
-def begin(ledger, *, incarnation=1, drain=False, max_staleness=None, versions=(0,), data=None, command_s=None):
+def begin(
+    ledger, *, incarnation=1, drain=False, max_staleness=None, versions=(0,), data=None, command_s=None, **more
+):
     """A run with some versions published."""
     ledger.append(
         RunStarted(
@@ -150,6 +153,7 @@ def begin(ledger, *, incarnation=1, drain=False, max_staleness=None, versions=(0
             max_staleness=max_staleness,
             data=data or {},
             command_s=command_s,
+            **more,
         )
     )
     for version in versions:
@@ -261,6 +265,12 @@ def consume(step, version, *ids, staleness=None, weight=1.0, elapsed_s=0.3, wait
         ),
         *used,
     ]
+
+
+def replayed(step, *, id="g0.0", version=0, staleness=None, weight=1.0):
+    """A step trains on a consumed trajectory again; version 0 drew it, if no staleness is given."""
+    age = step - 1 if staleness is None else staleness
+    return Replayed(trajectory_id=id, step=step, version=version, staleness=age, weight=weight)
 
 
 def checkpoint(step, version):

@@ -26,6 +26,7 @@ from laminar_py.records.events import (
     Issued,
     Ready,
     Restamped,
+    RolledBack,
     RunStarted,
     Scored,
     StreamLost,
@@ -35,7 +36,18 @@ from laminar_py.records.events import (
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt
 from tests.builders import make_experts
-from tests.ledger.runs import Ticks, begin, consume, finish, issue, make_ready, open_ledger, run_to, store
+from tests.ledger.runs import (
+    Ticks,
+    begin,
+    consume,
+    finish,
+    issue,
+    make_ready,
+    open_ledger,
+    replayed,
+    run_to,
+    store,
+)
 
 NO_IDS = np.empty(0, np.int32)
 
@@ -151,6 +163,10 @@ STARTED = RunStarted(
         ("consumed", Consumed(trajectory_id="g0.0", step=2, version=0, staleness=0, weight=1.0)),
         ("consumed", Dropped("g0.0", DropReason.STALE)),
         ("consumed", Undone("g0.0", 2)),
+        ("ready", replayed(2)),
+        ("consumed", replayed(1)),
+        ("consumed", replayed(2, weight=float("inf"))),
+        ("consumed", replayed(2, id="g0.9")),
         ("consumed", consume(1, 0)[0]),
         ("consumed", PUBLISHED),
         ("consumed", STARTED),
@@ -173,6 +189,28 @@ async def test_an_event_that_cannot_happen_is_refused_and_changes_nothing(tmp_pa
         assert ledger.accounting() == before
     (row,) = query(tmp_path, "SELECT status FROM trajectory")
     assert row == (state,)
+
+
+@pytest.mark.parametrize("state", ["pending", "flushed"])
+async def test_a_trajectory_is_consumed_once_and_replayed_many_times_but_once_a_step(tmp_path, state):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger)
+        make_ready(ledger, "g0.0")
+        ledger.append_all(consume(1, 0, "g0.0"))
+        if state == "flushed":
+            await ledger.commit()
+        for step in (2, 3):
+            ledger.append(replayed(step))
+            with pytest.raises(IllegalEventError, match="replayed it before"):
+                ledger.append(replayed(step))
+            ledger.append(replace(consume(step, 0)[0], num_trajectories=1))
+        account = ledger.accounting().train
+        assert (account.consumed, account.replayed, account.balanced) == (1, 2, True)
+        ledger.append(RolledBack(2, "learner_crashed"))
+        assert ledger.accounting().train.replayed == 1
+        await ledger.commit()
+    assert accounting(tmp_path).train.replayed == 1
+    assert query(tmp_path, "SELECT step, undone FROM replay ORDER BY seq") == [(2, 0), (3, 1)]
 
 
 @pytest.mark.parametrize("state", ["pending", "flushed"])

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from laminar_py.config.loading import load_config
+from laminar_py.control.live_settings import LiveSettings
 from laminar_py.control.state import Phase
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import Scaled
@@ -38,9 +39,10 @@ async def test_a_smaller_fleet_loses_replicas_without_a_process_first_and_then_t
         placement.plan.replicas = [None] * needs.replicas
 
     placement = SimpleNamespace(needs=needs, plan=SimpleNamespace(replicas=[]), scale=scale_placement)
-    joined, scheduler = [], Fleet(replicas=4).scheduler
+    joined, scheduler = [], Fleet(replicas=4, max_staleness=4).scheduler
     fleet = ElasticFleet(
         make_incarnation(config=config, run=RunFolder(tmp_path), ledger=log, placement=placement, inputs=NO_SETS),
+        settings=LiveSettings(config, scheduler=scheduler),
         scheduler=scheduler,
         replicas=SimpleNamespace(left={}, has_process=lambda index: index != 0, join=joined.append),
         scoring=SimpleNamespace(grow=lambda queue: None),

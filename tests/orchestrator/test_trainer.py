@@ -144,6 +144,7 @@ async def training(path, *settings, fails, admission, shared=None, **options):
             recorder=ledger,
             segments=segments,
             packing=control_settings(config, stop_ids=()).packing,
+            publish_every=config.learner.publish_every,
             **options,
         )
         supervisor = Supervisor(record=ledger.append, max_restarts=3)
@@ -313,6 +314,24 @@ async def test_a_stop_while_the_learner_waits_for_shared_devices_puts_its_batch_
         assert fleet.scheduler.state.num_in_step == 0, "the batch is ready again"
         assert shared.computes
     assert verify(tmp_path) == []
+
+
+async def test_a_cancelled_wait_for_a_batch_leaves_no_task_and_puts_its_batch_back(tmp_path):
+    shared = Shared()
+    settings = ("steps=9", "schedule=async", "cluster.lease.switch=tail")
+    async with training(tmp_path, *settings, fails={}, admission="async", shared=shared) as (trainer, _, fleet):
+        shared.load = lambda: (16, 0)
+        before = asyncio.all_tasks()
+        waiting = asyncio.create_task(trainer.next_batch())
+        async with generating(fleet, may=lambda: shared.computes), asyncio.timeout(PATIENCE_S):
+            while not fleet.scheduler.state.num_in_step:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not waiting.done(), "it has a batch, and waits for the devices"
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await settle()
+        assert asyncio.all_tasks() <= before
+        assert fleet.scheduler.state.num_in_step == 0, "the batch is ready again"
 
 
 @pytest.mark.parametrize("lost", [["g0.1"], ["g0.0", "g0.1"]], ids=["one", "a group"])

@@ -111,6 +111,18 @@ def test_more_in_flight_shortens_environments_where_they_are_the_wall_and_genera
     assert what_if_set(step, Bottleneck.GENERATION, more) == pytest.approx(10.0 - 2.0 / 2)
 
 
+def test_what_replay_and_trajectory_balance_refuse_is_not_advised():
+    balance = ("algorithm={name: tba}", "rollout.without_signal=train")
+    step = replace(mean_step_of(learner_s=9.8), reference_in_learner=True, reference_s=5.0)
+    assert "algorithm.reference_pass" in [one.key for one in advised(step, *balance).remedies]
+    found = advised(step, *balance, "buffer.replay.share=0.5").remedies
+    assert "algorithm.reference_pass" not in [one.key for one in found]
+    config = load_config(CONFIG, [*balance])
+    late = [one.key for one in remedies(Bottleneck.FRESHNESS, config, step)]
+    assert late
+    assert "algorithm.correction" not in late
+
+
 def test_a_reference_pass_inside_the_learner_is_moved_out_of_it():
     inside = replace(mean_step_of(learner_s=9.8), reference_in_learner=True, reference_s=5.0)
     found = advised(inside, "algorithm.kl_coef=0.01")
@@ -259,7 +271,7 @@ def test_a_remedy_is_predicted_at_the_very_value_that_it_sets(bottleneck, remedy
 @pytest.mark.parametrize("bottleneck", BOTTLENECKS)
 def test_on_full_cores_the_first_remedy_of_every_bottleneck_promises_at_most_a_tenth(bottleneck):
     step = on_full_cores(**BOTTLENECKS[bottleneck])
-    config = load_config(CONFIG, [WITH_ENVIRONMENT])
+    config = load_config(CONFIG, [WITH_ENVIRONMENT, "algorithm.kl_coef=0.01"])
     first = remedies(bottleneck, config, step)[0]
     assert 1.0 <= step.measured_s / what_if_set(step, bottleneck, first) <= 1.1
 

@@ -85,6 +85,18 @@ def test_a_kl_term_and_several_updates_take_time_and_the_rest_is_named(monkeypat
     assert line == "not in the times: learner.recompute=all (its work is part of the assumed MFU of 0.4)"
 
 
+def test_stages_of_frozen_models_are_left_out_and_named(monkeypatch):
+    monkeypatch.chdir(REPO)
+    path = REPO / "experiments/math_long_cot/7b_8gpu.yaml"
+    taught = ["algorithm.name=distill", "algorithm.teacher=t", "rollout.without_signal=train"]
+    settings = [*taught, "algorithm.kl_coef=0.1", "algorithm.reference_pass=stage", "learner.world_size=4"]
+    plain = pretended(path, "learner.world_size=4")[1].learner
+    assert pretended(path, *settings)[1].learner == plain
+    line = ignored(load_config(path, settings))
+    assert "algorithm.reference_pass=stage (its GPU is assumed to keep up)" in line
+    assert line.endswith("algorithm.teacher (it is assumed to keep up)")
+
+
 def test_an_environment_whose_times_nobody_knows_is_refused(monkeypatch):
     monkeypatch.chdir(REPO)
     with pytest.raises(ConfigError, match=r"environment: a simulation does not know its times; leave it out"):

@@ -29,6 +29,7 @@ from laminar_lab.step_time import (
 )
 from laminar_py.config.learner import LearnerConfig, LoraConfig, ReduceDtype
 from laminar_py.learner.packing import RowSize
+from tests.plan.builders import make_request
 from tests.runs.runs import REPO
 
 TABLE = [("7B", 1, 927_000), ("32B", 2, 272_000), ("32B", 4, 794_000), ("72B", 4, 391_000), ("72B", 8, 1_230_000)]
@@ -100,6 +101,13 @@ def test_a_reference_and_several_updates_cost_their_passes():
     more = with_passes(once, updates=4, reference=True, proximal=True)
     assert once.train_tokens_per_s / more.train_tokens_per_s == pytest.approx((6 + 2 + 1.5) / 6)
     assert more.optimizer_s == 4 * once.optimizer_s
+
+
+def test_a_critic_costs_a_pass_and_a_second_models_training():
+    plain, valued = make_request().profile(1), make_request(has_critic=True).profile(1)
+    assert plain.engine == valued.engine
+    assert plain.learner.train_tokens_per_s / valued.learner.train_tokens_per_s == pytest.approx((6 + 2 + 6) / 6)
+    assert valued.learner.optimizer_s == 2 * plain.learner.optimizer_s
 
 
 # ---- one model for planner, simulator and calibration

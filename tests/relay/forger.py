@@ -194,7 +194,7 @@ def _real(version: StoredVersion, kinds: tuple[type, ...]) -> list[m.Upward | m.
         m.Want(number, arriving=True),
         m.Fetch(version=number, file=0, first_chunk=0, credits=2),
         m.Fetch(version=number, file=0, first_chunk=1, credits=2, base=number),
-        m.Survey(number, version.manifest.digest),
+        m.AskHeld(number, version.manifest.digest),
         m.Done(number),
         m.OpenLanes(1),
         m.Subscribe(),

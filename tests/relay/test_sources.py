@@ -17,6 +17,7 @@ from laminar_py.config.cluster import Seal
 from laminar_py.relay.lanes import LaneWriter
 from laminar_py.relay.messages import (
     Announce,
+    AskHeld,
     Attach,
     Chunk,
     Downward,
@@ -25,7 +26,6 @@ from laminar_py.relay.messages import (
     Lanes,
     Lost,
     OpenLanes,
-    Survey,
     VersionComplete,
     VersionFailed,
 )
@@ -194,8 +194,8 @@ async def test_a_source_that_retired_the_version_says_so_and_is_left(tmp_path: P
         nobody = "tcp://127.0.0.1:1"
         node, events = joiner(tmp_path, nodes[0].endpoint, source.endpoint, nobody, nodes[1].endpoint)
         async with running(node):
-            survey = await source.receive(Survey)
-            assert survey == Survey(1, version.manifest.digest)
+            asked = await source.receive(AskHeld)
+            assert asked == AskHeld(1, version.manifest.digest)
             source.send(Held(1, ((0, 700, 300), (0, CHUNKS - 10, 2**40), (7, 0, 1))))
             fetch = await source.receive(Fetch)
             assert fetch.file == 0
@@ -216,7 +216,7 @@ async def test_a_source_of_a_file_with_a_wrong_digest_is_closed_before_the_file_
         async with running(node):
             await parent.receive(Attach)
             parent.send(Announce(version.manifest))
-            await source.receive(Survey)
+            await source.receive(AskHeld)
             source.send(Held(1, ((0, 0, 600),)))
             source.send_chunk(forged, (await source.receive(Fetch)).first_chunk)
             await asyncio.sleep(0.1)  # the wrong chunk comes first
@@ -261,7 +261,7 @@ async def test_a_node_lends_nothing_while_a_child_fetches_or_a_version_arrives(t
             await stranger.receive()
 
             async def survey(digest: str = version.manifest.digest) -> Held | Lost:
-                stranger.send(Survey(1, digest))
+                stranger.send(AskHeld(1, digest))
                 return await receive(stranger, Held | Lost)
 
             assert await survey() == Held(1, ((0, 0, 3),))

@@ -2,7 +2,7 @@
 
 import math
 
-from laminar_lab.report.snapshot import Happened, find_presence, with_last_fleet
+from laminar_lab.report.snapshot import Happened, find_presence, with_last_settings
 from laminar_py.config.loading import load_config
 from laminar_py.records.events import PartStarted, ReplicaLeft, RunStarted, Scaled
 from tests.runs.runs import REPO
@@ -45,5 +45,5 @@ def test_a_record_without_such_events_has_the_replicas_of_its_config():
 
 def test_what_is_advised_starts_from_the_fleet_that_the_run_has_now():
     config = load_config(REPO / "configs/quickstart.yaml", ["rollout.replicas=2"])
-    assert with_last_fleet(config, [Happened(0.0, Scaled((0, 1, 4)))]).rollout.replicas == 3
-    assert with_last_fleet(config, []) is config
+    assert with_last_settings(config, [Happened(0.0, Scaled((0, 1, 4)))]).rollout.replicas == 3
+    assert with_last_settings(config, []) is config

@@ -1,4 +1,4 @@
-"""A run whose fleet changes while it goes on: emulated replicas, and all else the real thing."""
+"""A run whose fleet and settings change while it goes on: emulated replicas, and all else the real thing."""
 
 import json
 import signal
@@ -38,8 +38,13 @@ LIKE = 0.3  # rates of replicas that have as much to do differ by less
 
 def scale(run, replicas, code=0):
     """Words of `laminar scale`."""
+    return call("scale", run, replicas, code=code)
+
+
+def call(command, run, *arguments, code=0):
+    """Words of a command about a run."""
     done = subprocess.run(
-        [LAMINAR, "scale", str(run), str(replicas)],
+        [LAMINAR, command, str(run), *map(str, arguments)],
         cwd=REPO,
         capture_output=True,
         text=True,
@@ -132,17 +137,38 @@ def test_a_run_resumes_on_more_and_on_fewer_replicas_than_it_had(tmp_path, befor
     assert fleets == [tuple(range(before)), tuple(range(after))]
 
 
-def test_a_run_that_was_scaled_and_killed_resumes_with_the_fleet_that_it_was_to_have(tmp_path):
-    with TrainProcess(tmp_path, *SETTINGS, config=CONFIG) as train:
+def test_a_run_that_was_changed_and_killed_resumes_with_the_fleet_and_the_settings_that_it_was_to_have(tmp_path):
+    with TrainProcess(tmp_path, *SETTINGS, "staleness.max_staleness=4", config=CONFIG) as train:
         train.wait_for_step(1)
         assert scale(train.run, 1, code=2).startswith("laminar: rollout.replicas=1: a learner step takes 32 traj")
         scale(train.run, 3)
         train.wait_until(lambda: len(events_of(train.run, "scaled")) == 2)
+        assert "resume it with learner.lr=1" in call("set", train.run, "learner.lr=1", code=2)
+        call("set", train.run, "staleness.max_staleness=2", "buffer.capacity=400")
+        train.wait_until(lambda: len(events_of(train.run, "settingchanged")) == 2)
         train.send(signal.SIGKILL)
     assert "--resume rollout.replicas=4" in scale(train.run, 4, code=2)
     resume(tmp_path, "steps=4")
     holds_its_laws(train.run)
     assert [event.replicas for _, event in events_of(train.run, "scaled")][-1] == (0, 1, 2)
+    bounds = [event.max_staleness for _, event in events_of(train.run, "runstarted")]
+    assert bounds == [4, 2], "the resume has the bound on record"
+    assert "max_staleness: 4" in (train.run / "config.yaml").read_text(), "it is as its user wrote it"
+    assert "staleness.max_staleness=2 by user" in call("audit", train.run)
+
+
+@pytest.mark.slow
+def test_a_run_whose_learner_waits_for_admission_widens_its_bound_by_itself(tmp_path):
+    tight = ("staleness.max_staleness=1", "staleness.control={max: 3, window: 2}", "steps=24")
+    held = ("rollout.batch_per_replica=64", "rollout.max_batch=64")  # the bound alone holds groups back
+    with TrainProcess(tmp_path, *SETTINGS, *held, *tight, config=CONFIG) as train:
+        code, output = train.finish()
+    assert code == 0, output
+    holds_its_laws(train.run)
+    changed = [event for _, event in events_of(train.run, "settingchanged")]
+    assert changed[0].value == 2, output
+    assert {event.by for event in changed} == {"control"}
+    assert all(1 <= event.value <= 3 for event in changed)
 
 
 @pytest.mark.slow

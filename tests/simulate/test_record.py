@@ -17,9 +17,10 @@ from laminar_py.cli import app, main
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import LEDGER_NAME, reading
 from laminar_py.ledger.row_files import read_rows
-from laminar_py.ledger.rows import read_accounting, trajectory_rows
+from laminar_py.ledger.rows import read_accounting, read_events, trajectory_rows
 from laminar_py.ledger.run_folder import RunFolder, runs_of
 from laminar_py.observe.summary import Summary
+from laminar_py.records.events import SettingChanged
 from laminar_py.records.metrics import FleetRow, StepRow
 from laminar_py.runtime.orchestrator.resume import refuse_simulated
 from tests.simulate.small import CONFIG, FAILING, SMALL, run, run_recorded, small
@@ -149,3 +150,19 @@ def test_a_profile_that_is_not_there_leaves_no_folder(tmp_path, monkeypatch, cap
     assert end.value.code == 2
     assert "rollout.engine.profile=none.yaml: no such file" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_control_of_staleness_moves_the_bound_of_a_simulation_within_its_limits_and_on_record(tmp_path):
+    tight = ("staleness.max_staleness=1", "staleness.control={max: 3}", "steps=24")
+    free = ("rollout.on_new_weights=in_place", "repack.planner=none", "rollout.prompts_per_step=8")
+    done, folder = run_recorded(tmp_path, *free, *tight)
+    with reading(folder) as connection:
+        changes = list(read_events(connection, SettingChanged))
+    assert [(one.value, one.by) for one in changes[:1]] == [(2, "control")], "the learner waits for admission"
+    assert all(1 <= one.value <= 3 for one in changes)
+    assert prove(folder).violations == []
+    assert sum(row.waited_s for row in done.rows[-5:]) < sum(row.waited_s for row in done.rows[2:7])
+    cards = [card for card in headline(read_report(folder)) if card.name == "changed"]
+    assert cards[0].note.startswith("staleness.max_staleness=2 by control, since the learner waits")
+    assert "staleness.max_staleness=2 by control" in CliRunner().invoke(app, ["audit", str(folder)]).stdout
+    assert make_page(read_report(folder)).cards

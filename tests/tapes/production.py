@@ -571,7 +571,7 @@ class Control:
             prompt_at=prompt_at,
             recorder=self.listener,
             submit_for_scoring=self._submit_score,
-            submit_reference=self._submit_reference if plan.refers else None,
+            submit_for_columns={REFERENCE_LOGPROBS: self._submit_reference} if plan.refers else {},
             credit=Credit(group_advantages(Advantage(plan.advantage)), overlong_cost(plan.cap, plan.overlong)),
             clock=self.clock,
         )
@@ -730,7 +730,8 @@ class Control:
     async def referred(self, id: str, length: int) -> None:
         """Take in what the reference model found."""
         logprobs = token_values(np.full(length, -1.5, np.float32))
-        await self.scheduler.incoming.on_reference(id, self.store.write_column(id, REFERENCE_LOGPROBS, logprobs))
+        name = REFERENCE_LOGPROBS
+        await self.scheduler.incoming.on_column(id, name, self.store.write_column(id, name, logprobs))
 
     def wanted(self, id: str) -> list[bool]:
         """Say if it is live, and if its score would tell anything."""

@@ -10,7 +10,7 @@ from laminar_py.learner.packing.packer import Packed
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.columns import Dtype
+from laminar_py.records.columns import Dtype, Source
 from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import LearnerStarted
 from laminar_py.records.pieces import ColumnRef
@@ -20,13 +20,14 @@ from laminar_py.reward.stage import ScoringStage
 from laminar_py.runtime.cluster.errors import PartCrashedError
 from laminar_py.runtime.cluster.placement import Needs, Node, Placement
 from laminar_py.runtime.workers.incarnation import Supervisor
-from laminar_py.runtime.workers.learner import LearnerKeeper, ReferenceStage
+from laminar_py.runtime.workers.learner import FrozenStage, LearnerKeeper
 from laminar_py.runtime.workers.scorers import Scorers
 from laminar_py.runtime.workers.specs import (
     FetchRequest,
+    FrozenAnswer,
+    FrozenRequest,
+    FrozenSpec,
     LearnerSpec,
-    ReferenceAnswer,
-    ReferenceRequest,
 )
 from tests.builders import make_finished, make_ref
 from tests.reward.requests import make_requests
@@ -66,21 +67,22 @@ class Actor:
         await self.may_work.wait()
 
 
-class Reference(Actor):
+class Frozen(Actor):
     async def logprobs(self, data):
         await self.work()
-        names = [one.id for one in decode(ReferenceRequest, data).trajectories]
+        names = [one.id for one in decode(FrozenRequest, data).trajectories]
         logprobs = {name: LOGPROBS for name in names if name != "g0.9"}
-        return encode(ReferenceAnswer(logprobs, dict.fromkeys(names - logprobs.keys(), "gone"), 1.5))
+        return encode(FrozenAnswer(logprobs, dict.fromkeys(names - logprobs.keys(), "gone"), 1.5))
 
 
 LOGPROBS = ColumnRef(Dtype.FLOAT32, make_ref("reference-0-1-0.1"))
 
 
-async def test_what_the_reference_died_over_is_done_by_the_next_and_delivered_once(monkeypatch, tmp_path):
-    processes = Processes(monkeypatch, lambda name: Reference())
-    shared = incarnation(tmp_path, reference=True)
-    stage = ReferenceStage(shared, segments=Segments())
+@pytest.mark.parametrize("source", [Source.REFERENCE, Source.TEACHER])
+async def test_what_a_frozen_model_died_over_is_done_by_the_next_and_delivered_once(monkeypatch, tmp_path, source):
+    processes = Processes(monkeypatch, lambda name: Frozen())
+    shared = incarnation(tmp_path, stages=((source, 0),))
+    stage = FrozenStage(shared, source, segments=Segments())
     async with asyncio.timeout(PATIENCE_S):
         await stage.bring_up()
         stage.submit_trajectory(make_finished("g0.0", response=2))
@@ -93,7 +95,8 @@ async def test_what_the_reference_died_over_is_done_by_the_next_and_delivered_on
         second.actor.may_work.set()
         answer = await answering
     assert (answer.logprobs, answer.lost) == ({"g0.0": LOGPROBS}, {"g0.9": "gone"})
-    assert shared.supervisor.restarts == {"reference-0": 1}
+    assert shared.supervisor.restarts == {f"{source}-0": 1}
+    assert decode(FrozenSpec, second.actor.spec).source is source
     assert shared.stats.totals.reference_busy_s == 1.5
 
 

@@ -85,6 +85,8 @@ function trace(one) {
   const shared = { name, x: one.x, y: one.y, ...hover };
   if (kind === "row") return { ...shared, type: "bar", orientation: "h", base: one.base, width: 0.62, marker: { color: colour }, textposition: "none" };
   if (kind === "bar") return { ...shared, type: "bar", width: one.width, marker: { color: colour } };
+  if (kind === "dots") return { ...shared, type: "scatter", mode: "markers", marker: { color: colour, size: 4, opacity: 0.6 }, showlegend: false };
+  if (kind === "band") return { ...shared, type: "scatter", mode: "lines", fill: "toself", line: { width: 0 }, fillcolor: colour, opacity: 0.18, hoverinfo: "skip", hovertemplate: null, showlegend: false };
   const error = one.low && {
     type: "data", symmetric: false, array: one.high.map((high, i) => high - one.y[i]), arrayminus: one.low.map((low, i) => one.y[i] - low), color: colour, thickness: 0.8, width: 2,
   };

@@ -45,7 +45,7 @@ async function follow() {
 
 document.addEventListener("DOMContentLoaded", () => {
   if (data) drawPage(data);
-  say(!data ? "reading the record" : data.live ? `had not ended when this was drawn; last event at ${new Date(data.heard_s * 1000).toLocaleString()}` : "has ended");
+  say(!data ? "reading the record" : data.note ? data.note : data.live ? `had not ended when this was drawn; last event at ${new Date(data.heard_s * 1000).toLocaleString()}` : "has ended");
   if (!data) follow();
   scheme.addEventListener("change", () => window.laminar && drawPage(window.laminar.page));
 });

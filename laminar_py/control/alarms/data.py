@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from laminar_py.config.algorithm import Advantage, AlgorithmConfig
+from laminar_py.config.changes import BOUND
 from laminar_py.config.rollout import StalenessConfig, StalePolicy
 from laminar_py.learner.losses.advantages import STD_FLOOR
 from laminar_py.ledger.trajectory import LiveTrajectory
@@ -18,6 +19,7 @@ from laminar_py.records.events import (
     Finished,
     Ready,
     Scored,
+    SettingChanged,
     Stepped,
 )
 from laminar_py.records.proofs import Alarm
@@ -312,6 +314,12 @@ class StalenessCheck:
         drops = staleness is not None and StalePolicy.DROP in staleness.policies
         self._bound = staleness.max_staleness if staleness is not None and drops else None
 
+    def changed(self, event: SettingChanged, row: None) -> Iterable[Alarm]:
+        """Take a change of a setting, perhaps of the bound."""
+        if event.name == BOUND and self._bound is not None:
+            self._bound = event.value
+        return ()
+
     def consumed(self, event: Consumed, row: LiveTrajectory) -> Iterable[Alarm]:
         """Take a training trajectory that was trained on."""
         if self._bound is None or event.staleness <= self._bound:
@@ -399,20 +407,23 @@ class BatchCheck:
         return (Alarm("scores", "controller", words),)
 
 
-def score_alarms(score: Score, row: LiveTrajectory, *, weights: Mapping[str, float] | None = None) -> list[Alarm]:
+def score_alarms(
+    score: Score, row: LiveTrajectory, *, weights: Mapping[str, float] | None = None
+) -> Sequence[Alarm]:
     """Alarms on a score whose reward function raised or was late and that has a value all the same, that is of
     another response, or that is not the sum of its terms by their `weights`, which are by name."""
     found, who = [], score.trajectory_id
-    if score.value is not None and score.terms and weights and all(term.name in weights for term in score.terms):
-        parts = [weights[term.name] * term.value for term in score.terms]
-        if abs(score.value - sum(parts)) > ROUNDING * max(1.0, *map(abs, parts)):
-            found.append(f"{who} has the reward {score.value:.6g}, and its terms add up to {sum(parts):.6g}")
+    if score.value is not None and weights:
+        parts = [weights.get(term.name, math.nan) * term.value for term in score.terms]
+        total = sum(parts, 0.0 if parts else math.nan)  # NaN without known terms differs from nothing
+        if abs(score.value - total) > ROUNDING * max(1.0, *map(abs, parts)):
+            found.append(f"{who} has the reward {score.value:.6g}, and its terms add up to {total:.6g}")
     if score.length is not None and score.length != row.length:
         of_another = f"has {row.length} tokens, and its reward is of a response of {score.length}"
         found.append(f"{who} {of_another}; look at what the scorer reads")
     if score.raised and score.failure is None:
         found.append(f"{who}: a reward function failed, and its response counts as {score.value:g}; let it fail")
-    return [Alarm("scores", "scorer", message) for message in found]
+    return [Alarm("scores", "scorer", message) for message in found] if found else ()
 
 
 @dataclass(slots=True)

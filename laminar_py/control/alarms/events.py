@@ -27,6 +27,7 @@ from laminar_py.records.events import (
     Ready,
     RolledBack,
     Scored,
+    SettingChanged,
     Stepped,
     Undone,
     VersionLoaded,
@@ -53,8 +54,7 @@ class EventChecks:
         problems: Mapping[str, int] | None = None,
     ) -> None:
         def task_of(row: LiveTrajectory) -> str:
-            prompt = prompt_of(row)
-            return "" if prompt is None else prompt.task
+            return "" if (prompt := prompt_of(row)) is None else prompt.task
 
         self.batches, self.rewards, weights = BatchCheck(), RewardsCheck(task_of), WeightsCheck()
         advantages = AdvantageCheck(None if config is None else config.algorithm)
@@ -82,6 +82,7 @@ class EventChecks:
             Evaluated: (evaluation.evaluated,),
             Stepped: (weights.stepped, self.batches.stepped),
             RolledBack: (weights.rolled_back,),
+            SettingChanged: (staleness.changed,),
             VersionPublished: (weights.published,),
             VersionLoaded: (weights.loaded,),
         }

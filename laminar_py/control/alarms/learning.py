@@ -8,6 +8,7 @@ from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.rollout import SamplingConfig
 from laminar_py.control.consumption import StepBatch
 from laminar_py.learner.schedule import lr_factor
+from laminar_py.records.columns import Source
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.proofs import Alarm, StepProof, id_sum
 from laminar_py.records.spans import is_tree, sequences_of
@@ -63,12 +64,18 @@ class StepCheck:
         yield from (
             Alarm("step", "learner", f"step {step}: {fault}; {RESTART.format('batches')}") for fault in faults
         )
+        if metrics.critic is not None and metrics.critic.not_finite:
+            count, words = metrics.critic.not_finite, RESTART.format("critic")
+            yield Alarm(
+                "step", "learner", f"step {step}: the critic's values of {count:,} tokens are not finite; {words}"
+            )
         if proof.still:
             yield Alarm(
                 "optimizer",
                 "learner",
                 f"step {step}: {proof.still[0]} and {len(proof.still) - 1} more have gradients and do not change:"
-                " they are not in the optimizer, or learner.lr is too small for their type",
+                " they are not in the optimizer, or learner.lr (of a critic: algorithm.critic.lr) is too small for"
+                " their type",
             )
         yield from self._updates(metrics, proof, step)
         yield from self._uphill(proof, step)
@@ -157,8 +164,8 @@ class StepCheck:
             )
         elif proof.astray:
             fault = (
-                f"{proof.astray[0]} and {len(proof.astray) - 1} more were not updated as AdamW does by learner.lr,"
-                " betas, weight_decay and grad_clip, or not at all"
+                f"{proof.astray[0]} and {len(proof.astray) - 1} more were not updated as AdamW does by learner.lr"
+                " (of a critic: algorithm.critic.lr), betas, weight_decay and grad_clip, or not at all"
             )
         if fault:
             yield Alarm("optimizer", "learner", f"step {step}: {fault}; {RESTART.format('optimizer')}")
@@ -190,11 +197,10 @@ def _drift(metrics: StepMetrics, proof: StepProof) -> Iterator[str]:
         )
 
 
-def reference_alarm(step: int) -> Alarm:
-    """The alarm of a reference model that changed."""
-    return Alarm(
-        "reference", "learner", f"step {step}: the reference model changed; {RESTART.format('reference')}"
-    )
+def reference_alarm(step: int, source: Source = Source.REFERENCE) -> Alarm:
+    """The alarm of a reference model, or of a teacher, that changed."""
+    part = "learner" if source is Source.REFERENCE else str(source)
+    return Alarm("reference", part, f"step {step}: the {source} model changed; {RESTART.format(source)}")
 
 
 def _tokens(batch: StepBatch) -> tuple[int, int]:

@@ -230,4 +230,4 @@ def _words(error: BaseException) -> str:
 
 
 def _excerpt(data: bytes) -> str:
-    return data[:200].decode(errors="replace")
+    return " ".join(data[:200].decode(errors="replace").split())

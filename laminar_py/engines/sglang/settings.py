@@ -4,14 +4,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Self, TypeAlias
-from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from laminar_py.config.cluster import Device
 from laminar_py.config.engine import EngineConfig
 from laminar_py.config.run import RunConfig
-from laminar_py.config.section import ConfigError, Count, Seconds
+from laminar_py.config.section import ConfigError, Count, Seconds, is_address
 from laminar_py.records.pieces import Recording
 
 KEY_ENV = "SGLANG_API_KEY"
@@ -145,13 +144,3 @@ def section_of(config: RunConfig) -> SGLangConfig:
     section = config.rollout.engine
     assert isinstance(section, SGLangConfig), section
     return section
-
-
-def is_address(url: str) -> bool:
-    """True for an http or https URL with a host, and a numeric port if it has one."""
-    try:
-        parts = urlsplit(url)
-        named = bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        return False
-    return named and parts.scheme in ("http", "https")

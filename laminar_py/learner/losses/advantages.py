@@ -48,7 +48,8 @@ def against_others(returns: Sequence[Returns]) -> Advantages:
 
 
 def unchanged(returns: Sequence[Returns]) -> Advantages:
-    """Rewards as they are; the packer later normalises them over the whole step: REINFORCE++, Hu et al. 2025."""
+    """Rewards as they are. The packer normalises them over the whole step: REINFORCE++, Hu et al. 2025. Or the
+    learner's critic makes advantages of them."""
     return _totals(returns), 1.0
 
 
@@ -63,6 +64,7 @@ ADVANTAGES: dict[Advantage, GroupAdvantage] = {
     Advantage.GROUP_MEAN: centred,
     Advantage.LEAVE_ONE_OUT: against_others,
     Advantage.BATCH_STD: unchanged,
+    Advantage.GAE: unchanged,
     Advantage.NONE: zero,
 }
 
@@ -73,12 +75,12 @@ def group_advantages(kind: Advantage) -> Callable[[Sequence[Returns]], tuple[Flo
     An advantage is of a response's first token, and the scale is the advantage of one unit of reward. If tokens
     have rewards r_s, the packer subtracts `scale * sum_{s < t} r_s` from the advantage of token t, which leaves
     the return from t on against the same baseline. A single response gets advantage 0, since the group has no
-    other to compare it with; `batch_std` compares it within the step instead.
+    other to compare it with; `batch_std` and `gae` compare it within the step instead.
     """
 
     def advantages(returns: Sequence[Returns]) -> tuple[FloatArray, float]:
         """Compute advantages of this kind, [K] as float32, and the scale."""
-        if len(returns) < 2 and kind is not Advantage.BATCH_STD:
+        if len(returns) < 2 and ADVANTAGES[kind] is not unchanged:
             return np.zeros(len(returns), np.float32), 1.0
         values, scale = ADVANTAGES[kind](returns)
         return values.astype(np.float32), scale

@@ -2,7 +2,7 @@
 
 `control/consumption.py` owns the `Buffer`. Steps take groups by their oldest version, and groups of one version in
 the order in which they became ready. So long responses get into steps as often as short ones, only later.
-`PackQueue` is the queue of the reference stage.
+`PackQueue` is the queue of a frozen model's stage.
 """
 
 import asyncio
@@ -104,11 +104,11 @@ class Packing:
     cuts: bool = True
 
 
-# ---- the queue of the reference stage
+# ---- the queue of a stage
 
 
 class PackQueue:
-    """Finished trajectories that wait for the reference model, first come, first served.
+    """Finished trajectories that wait for a frozen model, first come, first served.
 
     `workers.learner` adds trajectories one by one, and takes a batch that fits into one forward pass.
     """

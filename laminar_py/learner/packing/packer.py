@@ -23,8 +23,8 @@ from laminar_py.config.algorithm import Aggregation
 from laminar_py.learner.packing.balance import Bin, deal_bins, fit_bins
 from laminar_py.learner.packing.layout import Layout, PackedT, lay_out
 from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.columns import Array, Column
-from laminar_py.records.credit import earlier_rewards, returns_of, role_advantages, role_returns
+from laminar_py.records.columns import ACTORS, PLACES, Array, Column, Source
+from laminar_py.records.credit import earlier_rewards, returns_of, role_advantages, role_numbers, role_returns
 from laminar_py.records.pieces import SamplingMask
 from laminar_py.records.proofs import id_sum
 from laminar_py.records.spans import versions_of
@@ -247,11 +247,21 @@ def _column(bundle: Bundle, layout: Layout, column: Column) -> Array:
     """[T] values of a column: each response token's value at the row that predicts it, elsewhere the padding."""
     out = np.full(len(layout.ids), column.padding, column.dtype.value)
     for trajectory, placed in zip(bundle, layout.placed, strict=True):
-        values = trajectory.columns.get(column.name)
-        assert values is not None, f"{trajectory.id} has no column {column.name}"
-        assert values.dtype is column.dtype, f"{trajectory.id}: column {column.name} is {values.dtype}"
-        out[placed.rows] = values.array[placed.places]
+        out[placed.rows] = _values(trajectory, column)[placed.places]
     return out
+
+
+def _values(trajectory: Trajectory, column: Column) -> Array:
+    """[L] values of a column: of the trajectory's record, or the packer's own."""
+    if column.source is Source.PACKER:
+        if column.name == ACTORS:
+            return role_numbers(trajectory.roles, trajectory.spans)
+        assert column.name == PLACES, f"the packer has no column {column.name}"
+        return np.arange(len(trajectory.response_ids), dtype=np.int32)
+    values = trajectory.columns.get(column.name)
+    assert values is not None, f"{trajectory.id} has no column {column.name}"
+    assert values.dtype is column.dtype, f"{trajectory.id}: column {column.name} is {values.dtype}"
+    return values.array
 
 
 def _ranges(starts: IntArray, lengths: IntArray) -> npt.NDArray[np.int64]:

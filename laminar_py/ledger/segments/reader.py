@@ -26,7 +26,7 @@ RETRY_S = 0.2  # between two tries
 P = TypeVar("P", Piece, ColumnPiece)
 
 
-class Loaded:
+class LoadedPieces:
     """Pieces that were loaded together, with an error in place of each lost piece."""
 
     def __init__(self, pieces: Mapping[PieceRef, AnyPiece | PayloadLostError]) -> None:
@@ -71,11 +71,11 @@ class PayloadReader:
         self._files: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
 
-    def load(self, refs: Iterable[PieceRef]) -> Loaded:
+    def load(self, refs: Iterable[PieceRef]) -> LoadedPieces:
         """Read pieces; the result has an error for each piece that cannot be read."""
         deadline = time.monotonic() + self._patience_s
         in_file_order = sorted(refs, key=lambda ref: (ref.segment, ref.offset))
-        return Loaded({ref: self._read_until(ref, deadline) for ref in in_file_order})
+        return LoadedPieces({ref: self._read_until(ref, deadline) for ref in in_file_order})
 
     def close(self) -> None:
         """Close all files."""
@@ -139,7 +139,7 @@ def complete_all(
     return complete, lost
 
 
-def complete_one(finished: TrajectoryRef, loaded: Loaded) -> Trajectory:
+def complete_one(finished: TrajectoryRef, loaded: LoadedPieces) -> Trajectory:
     """Return a finished trajectory with tokens and columns from `loaded`. Raises `PayloadLostError`."""
     response = loaded.response(finished.tokens)
     length = len(response.ids)

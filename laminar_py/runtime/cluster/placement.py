@@ -1,7 +1,7 @@
 """Places of a run's parts: which cluster node, and how many of its GPUs. A thread lists the nodes.
 
-Called by the owners of the parts (relays, replicas, learner, reference, servers, scorers) when they start one, and
-by `laminar doctor`. In a plan no GPU is promised twice, all GPUs of a part are on one node, the root relay is
+Called by the owners of the parts (relays, replicas, learner, frozen models, servers, scorers) when they start one,
+and by `laminar doctor`. In a plan no GPU is promised twice, all GPUs of a part are on one node, the root relay is
 beside learner rank 0, and every host with replicas has a relay (`tests/cluster/test_placement.py`). The cluster
 chooses which GPUs of its node a part gets: it sets CUDA_VISIBLE_DEVICES in the part's process, to nothing if it
 has none. A replica that shares devices with the learner (`cluster.share`) has no GPU in the plan: it is on the
@@ -19,11 +19,17 @@ from functools import cached_property
 from laminar_py.config.cluster import Device
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
+from laminar_py.records.columns import Source
 from laminar_py.records.host import counted
 from laminar_py.relay.tree import Topology
 from laminar_py.runtime.cluster.errors import RunFailedError
 
 log = logging.getLogger(__name__)
+
+STAGE_WORDS = {  # the setting and the remedy of a frozen model without room
+    Source.REFERENCE: ("algorithm.reference_pass=stage: it", "set it to learner, lower learner.world_size"),
+    Source.TEACHER: ("algorithm.teacher: its model", "name the address of a server, lower learner.world_size"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +62,7 @@ class Needs:
     shared: int = 0  # replicas, from 0 on, that use the GPUs of learner ranks
     relays: int = 1  # nodes of the tree if all parts are on one host
     hosts: tuple[str, ...] = ()  # [replicas] host of the server that a replica attaches to; empty: it starts one
-    reference: bool = False  # the reference model has a process, with as many GPUs as a rank
+    stages: tuple[tuple[Source, int], ...] = ()  # frozen models with a process each: GPUs, as many as a rank has
     servers: tuple[tuple[str, int], ...] = ()  # [servers] of the reward: pool, GPUs on one node
     placed_by: str = "rollout.engine"  # the setting that says how many GPUs replicas have, or which hosts
     gone: frozenset[int] = frozenset()  # replicas that have left
@@ -74,7 +80,7 @@ class Needs:
             relays=config.relay.nodes,
             hosts=engine.hosts,
             placed_by=engine.placed_by,
-            reference=config.algorithm.reference_in_own_process,
+            stages=_stages(config),
             servers=tuple((pool, config.reward.servers[pool].gpus) for pool, _ in config.reward.launched),
         )
 
@@ -82,6 +88,17 @@ class Needs:
     def server_gpus(self) -> int:
         """GPUs that all reward servers take."""
         return sum(gpus for _, gpus in self.servers)
+
+    @property
+    def stage_gpus(self) -> int:
+        """GPUs that all frozen models with a process take."""
+        return sum(gpus for _, gpus in self.stages)
+
+
+def _stages(config: RunConfig) -> tuple[tuple[Source, int], ...]:
+    """Return the frozen models of a run that have a process, and the GPUs of each."""
+    algorithm, gpus = config.algorithm, 1 if config.learner_device is Device.CUDA else 0
+    return tuple((stage, gpus if stage in algorithm.computing_stages else 0) for stage in algorithm.stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +112,13 @@ class Plan:
     learner: tuple[NodeSlot, ...]  # [ranks]
     replicas: tuple[NodeSlot | None, ...]  # [replicas]
     relays: tuple[str | None, ...]  # [relays] cluster node of each
-    reference: NodeSlot | None = None  # only if the reference model has a process
+    stages: tuple[NodeSlot | None, ...] = ()  # as in `Needs.stages`
     servers: tuple[NodeSlot | None, ...] = ()  # as in `Needs.servers`
 
     @cached_property
     def nodes(self) -> frozenset[str]:
         """Cluster nodes in use."""
-        parts = (*self.learner, *self.replicas, *self.servers, self.reference)
+        parts = (*self.learner, *self.replicas, *self.servers, *self.stages)
         places = (place.node for place in parts if place is not None)
         return frozenset(node for node in (*places, *self.relays) if node is not None)
 
@@ -131,23 +148,19 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     replicas: list[NodeSlot | None] = [None] * needs.replicas
     servers: list[NodeSlot | None] = [None] * len(needs.servers)
     learner: Sequence[NodeSlot] | None = None
-    reference: NodeSlot | None = None
+    stages: list[NodeSlot | None] = [None] * len(needs.stages)
     if keep is not None:
         for index, place in enumerate(keep.replicas):
             replicas[index] = None if index in needs.gone or index < needs.shared else if_alive(place)
         servers = [if_alive(place) for place in keep.servers] or servers
         learner = keep.learner if all(map(if_alive, keep.learner)) else None
-        reference = if_alive(keep.reference)
+        stages = [if_alive(place) for place in keep.stages] or stages
     room = _FreeGpus(needs, nodes)
-    room.reserve([*replicas, *servers, reference])
+    room.reserve([*replicas, *servers, *stages])
     learner = room.place_learner() if learner is None else learner
     room.reserve(learner)
     room.learner = learner
-    if needs.reference and reference is None:
-        reference = room.place_beside_replicas(
-            needs.rank_gpus, "algorithm.reference_pass=stage: it", "set it to learner, lower learner.world_size"
-        )
-        room.reserve([reference])
+    room.place_stages(stages)
     room.place_servers(servers, first=first)
     room.place_replicas(replicas, first=first)
     return Plan(
@@ -160,7 +173,7 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
             alive=alive,
             before=keep.relays if keep else (),
         ),
-        reference=reference,
+        stages=tuple(stages),
         servers=tuple(servers),
     )
 
@@ -204,6 +217,13 @@ class _FreeGpus:
         )
         return [*chosen, *[NodeSlot(last.id, needs.rank_gpus)] * (needs.ranks - len(chosen))]
 
+    def place_stages(self, places: list[NodeSlot | None]) -> None:
+        """Fill the gaps in `places`, the places of frozen models. Raises `ConfigError` without room."""
+        for index, (stage, gpus) in enumerate(self._needs.stages):
+            if places[index] is None:
+                places[index] = self.place_beside_replicas(gpus, *STAGE_WORDS[stage])
+                self.reserve([places[index]])
+
     def place_servers(self, places: list[NodeSlot | None], *, first: bool) -> None:
         """Fill the gaps in `places`, the reward servers' places, as far as there is room.
 
@@ -237,7 +257,7 @@ class _FreeGpus:
                 self.reserve([places[index]])
 
     def place_beside_replicas(self, gpus: int, setting: str, remedy: str) -> NodeSlot:
-        """Return a place for the reference model or a server, where the fewest replicas lose room.
+        """Return a place for a frozen model or a server, where the fewest replicas lose room.
 
         Raises `ConfigError`, with `setting` and `remedy` in its message, if no node has so many free GPUs.
         """
@@ -313,7 +333,7 @@ class _FreeGpus:
         """Return the error of a part that finds no node with enough free GPUs."""
         needs, most = self._needs, max(self._free.values())
         others = f"the learner's {needs.ranks * needs.rank_gpus}"
-        others += f", the reference's {needs.rank_gpus}" if needs.reference else ""
+        others += f", the frozen models' {needs.stage_gpus}" if needs.stage_gpus else ""
         others += f", reward.servers' {needs.server_gpus}" if needs.server_gpus else ""
         return ConfigError(
             f"{setting} needs {gpus} GPUs of one node, and no node has more than {most} left beside {others}"

@@ -18,6 +18,7 @@ from laminar_py.control.consumption import StepBatch
 from laminar_py.engines.model_sizes import served_dtype
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.trajectory import LiveTrajectory
+from laminar_py.records.columns import Source
 from laminar_py.records.events import Alarmed, AnyEvent
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.proofs import Alarm
@@ -54,7 +55,7 @@ class Alarms:
         self._reactions = config.alarms
         self._ledger = incarnation.ledger
         self._stop = stop
-        self._show_line = show_line
+        self.show_line = show_line
         self._told: set[tuple[str, str]] = set()
         self._early: list[Alarmed] = []  # from before the ledger began
         self._record: Callable[[Alarmed], None] = self._early.append
@@ -69,7 +70,7 @@ class Alarms:
             sampling=config.rollout.sampling,
             steps=config.steps,
         )
-        self._reference = ""
+        self._fingerprints: dict[Source, str] = {}  # the first of each frozen model
         self._weights = weights_by_name(config.reward)
         if recovered is not None:
             self._events.batches.restore(recovered.live)
@@ -103,14 +104,15 @@ class Alarms:
 
     def scored(self, score: Score, row: LiveTrajectory) -> None:
         """Check a score before it is recorded."""
-        self._tell(score_alarms(score, row, weights=self._weights))
-        self._tell(self._groups.observe(score, row))
+        if found := score_alarms(score, row, weights=self._weights):
+            self._tell(found)
+        if copies := self._groups.observe(score, row):
+            self._tell(copies)
 
-    def referred(self, fingerprint: str) -> None:
-        """Compare the weights of a reference model in a process of its own with its first."""
-        if self._reference and fingerprint != self._reference:
-            self._tell([reference_alarm(self.step)])
-        self._reference = self._reference or fingerprint
+    def referred(self, source: Source, fingerprint: str) -> None:
+        """Compare the weights of a frozen model in a process of its own with its first."""
+        if fingerprint != self._fingerprints.setdefault(source, fingerprint):
+            self._tell([reference_alarm(self.step, source)])
 
     def tell(self, check: str, part: str, fault: str) -> None:
         """Raise an alarm for a fault that another part has found; "" is none."""
@@ -126,7 +128,7 @@ class Alarms:
             self._told.add(key)
             line = f"alarm {alarm.check}: {alarm.part}: {alarm.message}"
             log.error("%s", line)
-            self._show_line(line)
+            self.show_line(line)
             self._record(Alarmed(self.step, alarm.check, alarm.part, alarm.message))
             if reaction is Reaction.STOP:
                 self._stop(f"{line} (alarms.{alarm.check}=warn goes on)")

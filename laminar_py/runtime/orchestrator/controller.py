@@ -1,7 +1,6 @@
 """The controller of a run, or of an evaluation: the loops that a trajectory passes, and the phases of a run.
 
     prompts of the data
-          |
           v         assignments                  reports
        +----------+  [commands]   ............   [reports]   +-----------------+
        | dispatch | ------------> : replicas : ------------> | process_reports |
@@ -9,10 +8,10 @@
           ^   ^                         ^ weights              |      | finished responses
           |   '---[waiting]-- partial responses ---------------'      v
           |                             |             [unscored] --> scorers ----> [scores]
-          | room for groups             |             [to refer] --> reference         |
+          | room for groups             |             [to judge] --> frozen models     |
           |                             |                                |             v
        +-------+       [ready]          |       +----------------------------+ +----------------+
-       | train | <----------------------|------ | collect_reference_logprobs | | collect_scores |
+       | train | <----------------------|------ |      collect_logprobs      | | collect_scores |
        +-------+     groups with        |       +----------------------------+ +----------------+
           |          advantages         |
           | version [copied]       +---------+
@@ -26,14 +25,13 @@ Each loop is a function below. Each queue is bounded:
     commands   Command                runtime.link.hub                work that replicas have room for
     reports    `Reports`              `Handoff` here                  one; the hub waits until it is processed
     unscored   Unscored               reward.stage                    trajectories that can wait: `max_scored`
-    to refer   TrajectoryRef          learner.packing.buffer          live trajectories
+    to judge   TrajectoryRef          learner.packing.buffer          live trajectories; a queue for each model
     scores     list[Score]            `Handoff` here                  one; a scorer waits until it is recorded
     ready      ReadyGroup             learner.packing.buffer          live trajectories
     copied     version                versions                        one; the learner completes it before the next
 
-An evaluation has no learner: the loops `train`, `collect_reference_logprobs` and `publish` are missing. Weights
-stay version 0, and each set is evaluated once. Beside the data path, keepers keep all processes alive, and chores
-run at intervals.
+An evaluation has no learner: the loops `train`, `collect_logprobs` and `publish` are missing. Weights
+stay version 0, and each set is evaluated once. Beside the data path, keepers keep all processes alive.
 
 Phases: start parts -> first version -> evaluation -> RL -> stop replicas -> evaluations -> summary. Runs in the
 process of `laminar train` or `laminar eval`; each part in a process of its own has a keeper in `workers`.
@@ -67,8 +65,8 @@ from laminar_py.runtime.link.hub import ReplicaConnection
 from laminar_py.runtime.link.messages import Abort, CallOff
 from laminar_py.runtime.orchestrator.alarms import Alarms
 from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
-from laminar_py.runtime.orchestrator.fleet import ElasticFleet
 from laminar_py.runtime.orchestrator.progress import Progress, named_if_slow
+from laminar_py.runtime.orchestrator.requests import SettingRequests
 from laminar_py.runtime.orchestrator.resume import describe_surplus, is_over, record_overrides
 from laminar_py.runtime.orchestrator.scoring import Scoring
 from laminar_py.runtime.orchestrator.setup import (
@@ -92,7 +90,7 @@ from laminar_py.runtime.orchestrator.trainer import BatchLostError, StoppedError
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.environments import EnvironmentProcesses
 from laminar_py.runtime.workers.incarnation import RunStart, open_incarnation
-from laminar_py.runtime.workers.learner import LearnerKeeper, ReferenceStage
+from laminar_py.runtime.workers.learner import FrozenStage, LearnerKeeper
 from laminar_py.runtime.workers.relays import Relays
 from laminar_py.runtime.workers.replicas import Replicas
 from laminar_py.runtime.workers.segments import RunSegments, restore_live
@@ -131,7 +129,7 @@ async def process_reports(
     dispatch_loop: Throttle,
     stats: Stats,
 ) -> None:
-    """Process replicas' reports until cancelled; finished responses go to the scorers and the reference model.
+    """Process replicas' reports until cancelled; finished responses go to the scorers and the frozen models.
 
     If a replica is idle or has new weights, `dispatch` runs immediately; otherwise it runs within `DISPATCH_S`.
     """
@@ -174,12 +172,12 @@ async def collect_scores(
         dispatch_loop.wake()  # a group with all its scores makes room for another group
 
 
-async def collect_reference_logprobs(reference: ReferenceStage, *, scheduler: TrajectoryScheduler) -> None:
-    """Record log-probabilities of the reference model until cancelled; drop trajectories with lost tokens."""
+async def collect_logprobs(stage: FrozenStage, *, scheduler: TrajectoryScheduler) -> None:
+    """Record log-probabilities of a frozen model until cancelled; drop trajectories with lost tokens."""
     while True:
-        answer = await reference.next_answer(wanted=scheduler.is_live)
+        answer = await stage.next_answer(wanted=scheduler.is_live)
         for trajectory_id, logprobs in answer.logprobs.items():
-            await scheduler.incoming.on_reference(trajectory_id, logprobs)
+            await scheduler.incoming.on_column(trajectory_id, stage.column, logprobs)
         await scheduler.incoming.drop_lost(answer.lost)
 
 
@@ -221,7 +219,7 @@ class Controller:
     def __init__(self, start: RunStart, *, view: View, source: EvalSource | None = None) -> None:
         config, run = start.config, start.run
         continues = start.resumed and run.has_ledger
-        self._recovered: Recovered | None = recover(run.path, exists=run.has) if continues else None
+        self._recovered = recover(run.path, exists=run.has, kept=config.buffer.replay.kept) if continues else None
         self._evaluations = read_evaluations(run.ledger) if continues else []
         check_scored(self._recovered.live if self._recovered else (), config.algorithm)
         self._incarnation = incarnation = open_incarnation(start, recovered=self._recovered)
@@ -233,13 +231,11 @@ class Controller:
         self._dispatch_loop = Throttle(self._dispatch, every_s=DISPATCH_S)
         self._trackers = Trackers(incarnation, resumed=continues)
         self._segments = segments = RunSegments(incarnation)
-        self._reference = (
-            ReferenceStage(incarnation, segments=segments) if config.algorithm.reference_in_own_process else None
-        )
+        self._frozen = [FrozenStage(incarnation, source, segments=segments) for source in config.algorithm.stages]
         self._scheduler = scheduler = make_scheduler(
             incarnation,
             submit_for_scoring=self._submit_for_scoring,
-            reference=self._reference,
+            frozen=self._frozen,
             versions_return=source is not None,
             fail=self._stop.fail,
             on_fault=partial(self._alarms.tell, "draws", "controller"),
@@ -292,11 +288,19 @@ class Controller:
         )
 
     def _make_learning(self) -> TrainingParts:
-        """Make the parts that only an RL run has: learner, versions, trainer, repacking and elastic fleet."""
+        """Make the parts that only an RL run has: learner, versions, trainer, repacking and changes."""
         incarnation, scheduler, replicas = self._incarnation, self._scheduler, self._replicas
         learner = LearnerKeeper(incarnation, relays=self._relays, show=self.view.progress)
         versions = Versions(incarnation, completed=learner.completed, stored=self._relays.published)
         versions.check = partial(self._alarms.published, learner)
+        requests = SettingRequests(
+            incarnation,
+            scheduler=scheduler,
+            replicas=replicas,
+            scoring=self._scoring,
+            dispatch_loop=self._dispatch_loop,
+            alarms=self._alarms,
+        )
         trainer = Trainer(
             incarnation,
             scheduler=scheduler,
@@ -309,6 +313,7 @@ class Controller:
             show_line=self.view.notice,
             on_fault=partial(self._alarms.tell, "checkpoint", "learner"),
             check_step=self._alarms.stepped,
+            stepped=requests.stepped,
         )
         migration = Migration(
             MigrationSettings.from_config(incarnation.config),
@@ -317,15 +322,9 @@ class Controller:
             published=versions.recorded_after,
             clock=incarnation.clock,
         )
-        fleet = ElasticFleet(
-            incarnation,
-            scheduler=scheduler,
-            replicas=replicas,
-            scoring=self._scoring,
-            dispatch_loop=self._dispatch_loop,
-            show_line=self.view.notice,
+        return TrainingParts(
+            learner=learner, versions=versions, trainer=trainer, migration=migration, requests=requests
         )
-        return TrainingParts(learner=learner, versions=versions, trainer=trainer, migration=migration, fleet=fleet)
 
     # ---- phases
 
@@ -370,7 +369,7 @@ class Controller:
     async def _start_parts(self) -> None:
         """Spawn all processes, start the parts that need no learner, and continue interrupted trajectories."""
         learner = None if self._learning is None else self._learning.learner
-        for part in (self._scoring, self._environments, learner, self._replicas, self._reference):
+        for part in (self._scoring, self._environments, learner, self._replicas, *self._frozen):
             if part is not None:
                 part.spawn()
         async with asyncio.TaskGroup() as tasks:
@@ -412,7 +411,7 @@ class Controller:
         if self._learning is not None:
             loops["publish"] = self._learning.versions.run()
             loops["fleet-rows"] = watch_fleet(run.fleet, stats, generated_tokens=lambda: state.generated_tokens)
-            loops["scale"] = self._learning.fleet.run()
+            loops["requests"] = self._learning.requests.run()
         return loops
 
     async def _start_learning(
@@ -422,11 +421,11 @@ class Controller:
         await learning.trainer.start()
         if overrides := self._incarnation.overrides:
             await asyncio.to_thread(record_overrides, self._incarnation.run, overrides)
-        if self._reference is not None:
-            self._progress.enter("the reference model starts")
-            await self._stop.unless_asked(self._reference.bring_up())  # after a warm start, which it may load
-            self._reference.check = self._alarms.referred
-            yield "collect-reference", collect_reference_logprobs(self._reference, scheduler=self._scheduler)
+        for stage in self._frozen:
+            self._progress.enter(f"the {stage.source} model starts")
+            await self._stop.unless_asked(stage.bring_up())  # after a warm start, which the reference may load
+            stage.check = partial(self._alarms.referred, stage.source)
+            yield f"collect-{stage.source}", collect_logprobs(stage, scheduler=self._scheduler)
         yield "pauses", limit_gc_pauses()
         if self._incarnation.config.repacks and not self._incarnation.made_steps:
             self._progress.enter(SPEED_PHASE)
@@ -499,9 +498,8 @@ class Controller:
         await self._segments.close()
         incarnation.ledger.append(RunEnded(incarnation.number, "finished" if finished else "interrupted"))
         await incarnation.ledger.commit()
-        summary: Result
         if self._source is not None:
-            summary = summarise_evaluation(incarnation.run, self._source, finished=finished)
+            summary: Result = summarise_evaluation(incarnation.run, self._source, finished=finished)
         else:
             summary = summarise(
                 incarnation.run,

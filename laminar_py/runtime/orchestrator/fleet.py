@@ -1,8 +1,8 @@
 """The fleet of a running run: replicas join and leave until there are as many as the user wants.
 
-Owned by the controller. `laminar scale` writes the wanted number into the run's folder (`ledger.scaling`). The
-controller checks the number as a setting and records the new fleet as `Scaled`. The scheduler's view and
-`Replicas.left` hold the state of a replica:
+Owned by `orchestrator.requests`, which takes the number that `laminar scale` asks for. The number is checked as a
+setting, and the new fleet is recorded as `Scaled`. The scheduler's view and `Replicas.left` hold the state of a
+replica:
 
     member  -> leaving  the fleet shrinks: the replica gets no new work
     leaving -> left     the replica has no trajectory, and its process ends; or it never started
@@ -11,28 +11,22 @@ A change of size loses no work (law 1). With `rollout.on_new_weights=drain`, tra
 finish there; else they continue on other replicas. Other replicas neither stop nor reload.
 """
 
-import asyncio
-import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 
-from laminar_py.config.loading import scaled
+from laminar_py.config.changes import scaled
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.control.dispatcher import Throttle
-from laminar_py.control.incoming import HOUSEKEEPING_S
+from laminar_py.control.live_settings import LiveSettings
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.control.settings import max_groups
-from laminar_py.ledger.scaling import take_wanted
 from laminar_py.records.events import Scaled
 from laminar_py.runtime.orchestrator.scoring import Scoring, max_scored
 from laminar_py.runtime.preflight.inputs import version_bytes
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.replicas import SCALED, Replicas
-
-log = logging.getLogger(__name__)
 
 
 class ElasticFleet:
@@ -42,6 +36,7 @@ class ElasticFleet:
         self,
         incarnation: Incarnation,
         *,
+        settings: LiveSettings,
         scheduler: TrajectoryScheduler,
         replicas: Replicas,
         scoring: Scoring,
@@ -49,6 +44,7 @@ class ElasticFleet:
         show_line: Callable[[str], None],
     ) -> None:
         self._incarnation = incarnation
+        self._settings = settings
         self._placement = incarnation.placement
         self._scheduler = scheduler
         self._views = scheduler.views
@@ -56,21 +52,6 @@ class ElasticFleet:
         self._scoring = scoring
         self._dispatch_loop = dispatch_loop
         self._show_line = show_line
-        self._config = incarnation.config  # with the present size of the fleet
-        self._run = incarnation.run.path
-
-    async def run(self) -> None:
-        """Resize the fleet at each request of `laminar scale`, and remove leaving replicas, until cancelled."""
-        while True:
-            await asyncio.sleep(HOUSEKEEPING_S)
-            if (wanted := await asyncio.to_thread(take_wanted, self._run)) is not None:
-                try:
-                    line = await self.resize(wanted)
-                except ConfigError as error:
-                    line = str(error)
-                log.info("%s", line)
-                self._show_line(line)
-            await self._end_leaving()
 
     @property
     def _members(self) -> list[int]:
@@ -82,7 +63,7 @@ class ElasticFleet:
 
         Replicas without a process leave first, then the least busy ones. Raises `ConfigError`, e.g. without room.
         """
-        config, before = scaled(self._config, wanted), self._members
+        config, before = scaled(self._settings.config, wanted), self._members
         joining = max(0, wanted - len(before))
         _check_room(config, joining)
         first = len(self._views.by_index)
@@ -91,8 +72,7 @@ class ElasticFleet:
         for index in sorted(before, key=self._stay_key)[wanted:]:
             self._scheduler.leave(index)
         self._incarnation.ledger.append(Scaled(tuple(self._members)))
-        self._config = config
-        self._scheduler.resize(capacity=max_groups(config))
+        self._settings.adopt(config)
         self._scoring.grow(max_scored(config, self._incarnation.inputs))
         await self._plan()
         self._replicas.join(config)
@@ -113,7 +93,7 @@ class ElasticFleet:
         await self._placement.scale(needs)
         self._dispatch_loop.wake()
 
-    async def _end_leaving(self) -> None:
+    async def end_leaving(self) -> None:
         """Show replicas that never started; take trajectories from leaving replicas, and end empty ones."""
         if left := self._replicas.left.keys() - self._placement.needs.gone:
             for index in left:
@@ -127,7 +107,7 @@ class ElasticFleet:
         ]
         if leaving:
             self._dispatch_loop.run_now()  # assigns partial responses that only a leaving replica can continue
-        drains = self._config.rollout.on_new_weights is OnNewWeights.DRAIN
+        drains = self._settings.config.rollout.on_new_weights is OnNewWeights.DRAIN
         for view in leaving:
             if view.in_flight and not drains:
                 self._replicas.give_up(view.index, list(view.in_flight))

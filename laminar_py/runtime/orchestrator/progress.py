@@ -41,7 +41,7 @@ class Progress:
     ) -> None:
         self._clock = incarnation.clock
         self._stats: Stats = incarnation.stats
-        self._wanted = incarnation.config.rollout.prompts_per_step
+        self._wanted = incarnation.config.fresh_groups
         self._view, self._scheduler, self._scoring = view, scheduler, scoring
         self._pace, self._speed = Pace(self._clock), Speed(self._clock)
         self._phase = "the first version is published and saved"

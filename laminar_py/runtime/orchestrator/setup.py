@@ -6,7 +6,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -21,14 +21,15 @@ from laminar_py.learner.losses.advantages import group_advantages, overlong_cost
 from laminar_py.ledger.database import LedgerError
 from laminar_py.ledger.recovery import Recovered, first_events
 from laminar_py.ledger.seal import seal_run
+from laminar_py.records.columns import MODEL_COLUMNS
 from laminar_py.records.scoring import GroupRewards
 from laminar_py.records.trajectory import Prompt, TrajectoryRef
 from laminar_py.repack.migration import Migration
-from laminar_py.runtime.orchestrator.fleet import ElasticFleet
+from laminar_py.runtime.orchestrator.requests import SettingRequests
 from laminar_py.runtime.orchestrator.trainer import Trainer
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.incarnation import Incarnation
-from laminar_py.runtime.workers.learner import LearnerKeeper, ReferenceStage
+from laminar_py.runtime.workers.learner import FrozenStage, LearnerKeeper
 from laminar_py.runtime.workers.replicas import Replicas
 
 log = logging.getLogger(__name__)
@@ -62,20 +63,20 @@ class Handoff(Generic[Item]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingParts:
-    """The objects of a run that an evaluation does not have: learner, versions, trainer, repacking, fleet."""
+    """The objects of a run that an evaluation does not have: learner, versions, trainer, repacking, changes."""
 
     learner: LearnerKeeper
     versions: Versions
     trainer: Trainer
     migration: Migration
-    fleet: ElasticFleet
+    requests: SettingRequests
 
 
 def make_scheduler(
     incarnation: Incarnation,
     *,
     submit_for_scoring: Callable[[TrajectoryRef, Prompt], None],
-    reference: ReferenceStage | None,
+    frozen: Sequence[FrozenStage],
     versions_return: bool = False,
     fail: Callable[[str], None],
     on_fault: Callable[[str], None] = log.error,
@@ -108,7 +109,7 @@ def make_scheduler(
         on_failing=fail,
         recorder=incarnation.ledger,
         submit_for_scoring=submit_for_scoring,
-        submit_reference=None if reference is None else reference.submit_trajectory,
+        submit_for_columns={MODEL_COLUMNS[stage.source]: stage.submit_trajectory for stage in frozen},
         credit=Credit(
             group_advantages(algorithm.advantage),
             overlong_cost(sampling.max_new_tokens, algorithm.overlong_tokens),

@@ -19,7 +19,7 @@ from laminar_py.control.state import Phase
 from laminar_py.control.steps import RefillWatch, pack_step, step_events
 from laminar_py.learner.packing.packer import Packed
 from laminar_py.ledger.row_files import append_row, open_rows
-from laminar_py.observe.stats import read_totals
+from laminar_py.observe.stats import read_totals, replay_figures
 from laminar_py.records.events import LearnerLoaded, RolledBack
 from laminar_py.records.metrics import StepMetrics, StepRow
 from laminar_py.records.trajectory import TrajectoryRef
@@ -102,17 +102,17 @@ class Trainer:
         show_line: Callable[[str], None] = lambda line: None,
         on_fault: Callable[[str], None] = log.error,  # of a checkpoint, or of a learner that loaded one (law 13)
         check_step: Callable[[StepBatch, StepMetrics, int], None] = lambda batch, metrics, step: None,
+        stepped: Callable[[StepRow, StepBatch], None] = lambda row, batch: None,  # before the next batch is taken
     ) -> None:
         self.step = 0
-        self._check_step = check_step
+        self._check_step, self._stepped = check_step, stepped
         self._stop = stop
         self._config, self._run = incarnation.config, incarnation.run
         self._stream, self._supervisor = incarnation.inputs.stream, incarnation.supervisor
         self._ledger, self._stats = incarnation.ledger, incarnation.stats
         self._incarnation_number = incarnation.number
         self._scheduler, self._learner = scheduler, learner
-        self._evaluator = evaluator
-        self._versions, self._lease = versions, lease
+        self._evaluator, self._versions, self._lease = evaluator, versions, lease
         self._checkpoints = Checkpoints(
             incarnation,
             save=learner.save,
@@ -194,7 +194,7 @@ class Trainer:
         ends_after_batch = self._config.schedule is Schedule.SYNC
         awaited = f"step {self.step + 1}" if ends_after_batch else f"the checkpoint of step {self.step}"
         SIGNALS.enter(awaited, self._cost_of_end)
-        groups, limit = self._config.rollout.prompts_per_step, self._config.max_rl_seconds
+        groups, limit = self._config.fresh_groups, self._config.max_rl_seconds
         work = leased_batch(self._lease, self._scheduler, groups=groups, version=self.version, step=self.step)
         take = asyncio.create_task(work, name="next-batch")
         stop = asyncio.create_task(self._pause_on_stop(), name="stop")
@@ -203,19 +203,28 @@ class Trainer:
             asyncio.create_task(self._checkpoints.any_failure(), name="checkpoint-failed"),
         ]
         left = None if limit is None else max(0.0, limit - self._stats.rl_s)
-        await asyncio.wait([take, stop, *failures], timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        stopped, failure = stop.done(), self._versions.lost or self._checkpoints.failure
-        for task in (stop, *failures):
-            task.cancel()
+        try:
+            await asyncio.wait([take, stop, *failures], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self._give_back(take)
+            raise
+        finally:
+            stopped, failure = stop.done(), self._versions.lost or self._checkpoints.failure
+            for task in (stop, *failures):
+                task.cancel()
         if take.done() and failure is None and not stopped and left != 0.0:
             return take.result()
+        await self._give_back(take)
+        if failure is not None and not stopped:
+            raise failure
+        return None
+
+    async def _give_back(self, take: asyncio.Task[StepBatch]) -> None:
+        """Cancel a task that waits for a batch, and put back a batch that it already has."""
         take.cancel()
         await asyncio.wait([take])
         if not take.cancelled():
             await self._scheduler.consumption.put_back(take.result())
-        if failure is not None and not stopped:
-            raise failure
-        return None
 
     async def _pause_on_stop(self) -> None:
         """Wait until the run is to stop before the next batch, and pause the scheduler.
@@ -253,7 +262,8 @@ class Trainer:
         step = self.step + 1
         # steps since the newest version, this step included
         unpublished = 1 + self._scheduler.state.ages.age_of(self.version)
-        publishes = unpublished >= self._config.learner.publish_every or step == self._config.steps
+        publish_every = self._scheduler.state.settings.admission.publish_every  # `laminar set` may change it
+        publishes = unpublished >= publish_every or step == self._config.steps
         version = self._versions.next_number() if publishes else None
         return await self._learner.step(packed.weights, version=version)
 
@@ -275,17 +285,19 @@ class Trainer:
             step=self.step,
             version=batch.version,
             batch=batch.trajectories,
-            staleness=batch.staleness,
+            staleness=batch.staleness[: batch.num_fresh],
             metrics=outcome.metrics if outcome else None,
             generated_tokens=self._scheduler.state.generated_tokens,
             versions_alive=self._scheduler.state.versions_alive(),
             stall_s=outcome.stall_s if outcome else 0.0,
         )
-        row = msgspec.structs.replace(row, order=self._stream.figures)
+        replay = replay_figures(batch.staleness[batch.num_fresh :])
+        row = msgspec.structs.replace(row, order=self._stream.figures, replay=replay)
         await finish_despite_cancel(self._record(batch, row, outcome))
         with open_rows(self._run.metrics) as file:
             append_row(file, row)
         self._show(row)
+        self._stepped(row, batch)
         await self._evaluator.stepped(self.point, last=self.is_done)
         self._count_skipped(outcome)
 

@@ -42,6 +42,7 @@ from laminar_py.relay.tree import versions_at_peak
 from laminar_py.reward.calls.child import WriteFence
 from laminar_py.reward.failures import Trial, trials
 from laminar_py.runtime.preflight.rewards import check_rewards
+from laminar_py.runtime.preflight.teacher import check_teacher
 
 PREPARE_S = 600  # limit of the script `data.prepare`
 PROBES, PROBE_TOKENS = 2, 512  # of each kind, and the longest
@@ -152,6 +153,7 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
     problems = read_problems(config, encoder, limited=True, trains=trains)
     for heldout in problems.sets.values():
         check_disjoint(heldout, problems.train)
+    check_teacher(config, tokenizer, texts=[prompt.text for prompt in first_of_tasks(problems.all)])
     digests = problems.digests
     if (warm_start := config.warm_start) is not None:
         digests["warm_start.data"] = WARM_STARTS.get(warm_start.kind).check(config, encoder).digest
@@ -254,7 +256,7 @@ def _last_line_of(script: Path, traceback: str) -> str:
 
 
 def check_model(config: RunConfig, *, needs_weights: bool = True) -> None:
-    """Raise `ConfigError` if the tied head of the model or the reference differs from its embedding.
+    """Raise `ConfigError` if the tied head of the model or a frozen model differs from its embedding.
 
     With `needs_weights`, also if one of them lacks its config or its weights.
     """
@@ -264,6 +266,8 @@ def check_model(config: RunConfig, *, needs_weights: bool = True) -> None:
     folders = [] if config.model.from_scratch else [("model.path", path, " or set model.from_scratch=true")]
     if reference is not None and config.algorithm.has_reference:
         folders.append(("algorithm.reference", reference, ""))
+    if config.algorithm.teacher_folder is not None:
+        folders.append(("algorithm.teacher", config.algorithm.teacher_folder, ""))
     for field, folder, other in folders:
         has_weights = any(folder.glob("*.safetensors"))
         if needs_weights and not has_weights:

@@ -1,13 +1,15 @@
 """The learner's ranks, called and restarted together, and the two parts beside them that hold a model.
 
-Owned by the controller. `ReferenceStage` has the queue before the reference model, its process and its restart:
-the scheduler submits finished trajectories, and the loop `collect_reference_logprobs` records the answers, without
-a wait of the scheduler. A submitted trajectory that is still wanted gets its log-probabilities once, also if the
-process crashes (law 6). `publish_model` publishes the weights of an evaluation, which has no learner.
+Owned by the controller. `FrozenStage` has the queue before a frozen model (the reference or the teacher), its
+process and its restart: the scheduler submits finished trajectories, and the loop `collect_logprobs` records the
+answers, without a wait of the scheduler. A submitted trajectory that is still wanted gets its log-probabilities
+once, also if the process crashes (law 6). `publish_model` publishes the weights of an evaluation, which has no
+learner.
 """
 
 import asyncio
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import takewhile
@@ -16,9 +18,11 @@ from typing import TypeVar
 
 import msgspec
 
+from laminar_py.engines.sglang.settings import KEY_ENV
 from laminar_py.learner.packing.buffer import PackQueue
 from laminar_py.learner.packing.packer import Packed, StepWeights
 from laminar_py.records.codec import decode, encode
+from laminar_py.records.columns import MODEL_COLUMNS, Source
 from laminar_py.records.metrics import LearnerProgress, LearnerStarted, RankPosition
 from laminar_py.records.proofs import NextToken
 from laminar_py.records.trajectory import TrajectoryRef
@@ -36,10 +40,10 @@ from laminar_py.runtime.workers.segments import RunSegments
 from laminar_py.runtime.workers.shared import RankGpus
 from laminar_py.runtime.workers.specs import (
     FetchRequest,
+    FrozenAnswer,
+    FrozenRequest,
+    FrozenSpec,
     LearnerSpec,
-    ReferenceAnswer,
-    ReferenceRequest,
-    ReferenceSpec,
     StepOutcome,
     StepRequest,
     WeightsSpec,
@@ -50,7 +54,10 @@ START_S = 600.0  # a rank does not answer while it imports and loads
 PROGRESS_S = 1.0
 PORT_S = 60.0  # for the first rank's host to find a port, in a process that starts for it
 COLLECTIVE_CALLS = ("step", "publish")  # in which ranks wait for each other
-REFERENCE = "reference-0"
+MEMORY_ADVICE = {
+    Source.REFERENCE: "lower packer.max_tokens, or set algorithm.reference_pass=learner",
+    Source.TEACHER: "lower packer.max_tokens, or name the address of a server in algorithm.teacher",
+}
 PUBLISH_S = 3600.0  # a large model on a slow disk
 
 
@@ -253,41 +260,46 @@ def _first_fault(faults: Sequence[object]) -> str:
     return f"{found[0][1]} (rank {found[0][0]}; {len(found)} of {len(faults)} ranks found a fault)"
 
 
-# ---- the reference model
+# ---- frozen models
 
 
-class ReferenceStage(Keeper):
-    """Runs the reference model on packed batches of submitted trajectories, one batch after the other."""
+class FrozenStage(Keeper):
+    """Runs a frozen model on packed batches of submitted trajectories, one batch after the other.
 
-    actor_class = "laminar_py.runtime.workers.processes.learner:ReferenceActor"
+    `source` says which: `FrozenStage(incarnation, Source.TEACHER, segments=segments)` is in process `teacher-0`.
+    """
+
+    actor_class = "laminar_py.runtime.workers.processes.learner:FrozenActor"
     timeout_s = START_S
-    memory_advice = "lower packer.max_tokens, or set algorithm.reference_pass=learner"
 
-    def __init__(self, incarnation: Incarnation, *, segments: RunSegments) -> None:
-        super().__init__(incarnation, REFERENCE)
+    def __init__(self, incarnation: Incarnation, source: Source, *, segments: RunSegments) -> None:
+        super().__init__(incarnation, f"{source}-0")
+        self.source, self.column = source, MODEL_COLUMNS[source]
+        self.memory_advice = MEMORY_ADVICE[source]
         self._segments = segments
         self.check: Callable[[str], None] = lambda fingerprint: None  # for alarms
         self._queue = PackQueue(max_tokens=incarnation.config.packer.max_tokens)
         self._starts = 0
 
     def places(self) -> Sequence[NodeSlot | None]:
-        """Return the reference's place in the plan."""
-        return [self._placement.plan.reference]
+        """Return the model's place in the plan."""
+        sources = [source for source, _ in self._placement.needs.stages]
+        return [self._placement.plan.stages[sources.index(self.source)]]
 
     def submit_trajectory(self, trajectory: TrajectoryRef) -> None:
-        """Queue a finished trajectory for the reference model."""
+        """Queue a finished trajectory for the model."""
         self._queue.add_trajectory(trajectory)
 
-    async def next_answer(self, *, wanted: Callable[[str], bool]) -> ReferenceAnswer:
+    async def next_answer(self, *, wanted: Callable[[str], bool]) -> FrozenAnswer:
         """Run the model on a packed batch of `wanted` trajectories, once there are some; return its answer.
 
         A new process runs a batch again after a crash. Raises RunFailedError.
         """
-        request = ReferenceRequest(list(await self._queue.next_batch(wanted=wanted)))
+        request = FrozenRequest(list(await self._queue.next_batch(wanted=wanted)))
 
-        async def call(parts: Sequence[Part]) -> ReferenceAnswer:
+        async def call(parts: Sequence[Part]) -> FrozenAnswer:
             (part,) = parts
-            answer = part.call_for(ReferenceAnswer, "logprobs", request, timeout_s=math.inf)
+            answer = part.call_for(FrozenAnswer, "logprobs", request, timeout_s=math.inf)
             return await watched(answer, self._check(part))
 
         answer = await self.call_with_restarts(call)
@@ -296,16 +308,18 @@ class ReferenceStage(Keeper):
         return answer
 
     async def start_parts(self, parts: Sequence[Part]) -> None:
-        """Load the reference model in its process, with a new rendezvous file and a new label."""
+        """Load the model in its process, with a new rendezvous file and a new label."""
         self._starts += 1
         run = self._incarnation.run.path
-        rendezvous = run.resolve() / f"rendezvous-{REFERENCE}-{self._starts}"
+        rendezvous = run.resolve() / f"rendezvous-{parts[0].name}-{self._starts}"
         rendezvous.unlink(missing_ok=True)  # left by a process that was killed before a resume
-        spec = ReferenceSpec(
+        spec = FrozenSpec(
             config=self._config.model_dump_json(),
             run_dir=str(run),
             rendezvous=str(rendezvous),
-            label=self._segments.new_label(REFERENCE),
+            label=self._segments.new_label(parts[0].name),
+            source=self.source,
+            secret=os.environ.get(KEY_ENV) if self._config.algorithm.teacher_url else None,
         )
         await parts[0].call("start", spec)
 

@@ -31,7 +31,7 @@ from laminar_py.relay.sockets import generate_keys
 from laminar_py.relay.sources import MAX_SOURCES
 from laminar_py.relay.stored_version import MANIFEST
 from laminar_py.relay.subscriber import Subscriber
-from laminar_py.relay.tree import Topology, choose_chunk_bytes, grow_tree
+from laminar_py.relay.tree import CHUNK_OVERHEAD_S, Topology, choose_chunk_bytes, grow_tree
 from laminar_py.relay.version_store import complete_versions, folder_name
 from laminar_py.runtime.cluster.backend import on_node
 from laminar_py.runtime.cluster.errors import NoAnswerError, PartBugError, PartCrashedError, RemoteCallError
@@ -46,7 +46,6 @@ from laminar_py.runtime.workers.specs import RelaySpec
 log = logging.getLogger(__name__)
 
 PING_S = 1.0
-CHUNK_OVERHEAD_S = 200e-6  # of a chunk on a link, as measured on hosts of one rack
 
 
 class RelayKeeper(Keeper):

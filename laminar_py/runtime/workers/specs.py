@@ -5,6 +5,7 @@ import msgspec
 from laminar_py.config.tracking import Opening
 from laminar_py.learner.packing.packer import StepWeights
 from laminar_py.records.codec import IntArray
+from laminar_py.records.columns import Source
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.pieces import ColumnRef
 from laminar_py.records.replica import Assignment
@@ -125,25 +126,27 @@ class ServerStart(PartStart, frozen=True, kw_only=True):
     host: str  # address that it listens on
 
 
-class ReferenceSpec(WriterStart, frozen=True, kw_only=True):
-    """Start of the reference model's process."""
+class FrozenSpec(WriterStart, frozen=True, kw_only=True):
+    """Start of a process for a frozen model, e.g. the teacher; `secret` is the key of its server, if any."""
 
+    source: Source
     rendezvous: str  # a file that does not exist yet, for a group of one
+    secret: str | None = None
 
 
-class ReferenceRequest(msgspec.Struct, frozen=True):
-    """Trajectories of one packed batch for the reference model."""
+class FrozenRequest(msgspec.Struct, frozen=True):
+    """Trajectories of one packed batch for a frozen model."""
 
     trajectories: list[TrajectoryRef]
 
 
-class ReferenceAnswer(msgspec.Struct, frozen=True):
-    """Where the log-probabilities of a batch under the reference model are stored."""
+class FrozenAnswer(msgspec.Struct, frozen=True):
+    """Where the log-probabilities of a batch under a frozen model are stored."""
 
     logprobs: dict[str, ColumnRef]  # by trajectory
     lost: dict[str, str]  # lost trajectory -> reason
     elapsed_s: float
-    fingerprint: str = ""  # over sampled weights
+    fingerprint: str = ""  # over sampled weights, or what a server says of its model
 
 
 class TrackerSpec(msgspec.Struct, frozen=True):

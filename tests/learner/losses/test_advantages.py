@@ -38,6 +38,7 @@ def grpo(rewards):
     return advantages(Advantage.GROUP_STD, rewards)
 
 
+IN_THE_STEP = (Advantage.BATCH_STD, Advantage.GAE)  # kinds that compare there, by packer or critic
 GROUPS = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 
 
@@ -54,7 +55,7 @@ def test_advantages_equal_the_torch_formula(rewards: list[float]):
     np.testing.assert_allclose(grpo(rewards), expected.numpy(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", sorted(set(Advantage) - {Advantage.BATCH_STD}))
+@pytest.mark.parametrize("kind", sorted(set(Advantage) - set(IN_THE_STEP)))
 def test_a_group_without_signal_has_no_advantages(kind: Advantage):
     np.testing.assert_allclose(advantages(kind, [0.7] * 5), 0.0, atol=1e-6)
 
@@ -81,7 +82,7 @@ def test_without_a_deviation_advantages_are_in_units_of_reward(rewards: list[flo
 
 @pytest.mark.parametrize("kind", Advantage)
 def test_one_alone_is_compared_with_nothing_in_its_group(kind):
-    expected = 1.0 if kind is Advantage.BATCH_STD else 0.0  # that compares in the step
+    expected = 1.0 if kind in IN_THE_STEP else 0.0
     assert advantages(kind, [1.0]) == [expected]
 
 

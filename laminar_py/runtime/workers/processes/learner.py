@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -19,16 +20,18 @@ from laminar_py.config.cluster import Device
 from laminar_py.config.data import ModelConfig
 from laminar_py.config.engine import BACKENDS, LearnerStandIn
 from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
 from laminar_py.config.warm_start import WARM_STARTS
 from laminar_py.engines.model_sizes import read_sizes, served_dtype
+from laminar_py.engines.sglang.scoring import ServedModel
 from laminar_py.learner.distributed import COMPUTES_S, STANDS_S, group_of, join_group
 from laminar_py.learner.losses.objectives import try_objective
 from laminar_py.learner.packing.packer import Bundle, microbatches
-from laminar_py.learner.reference import ReferenceModel
+from laminar_py.learner.reference import FrozenModel
 from laminar_py.learner.step import Learner
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.records.codec import IntArray
-from laminar_py.records.columns import REFERENCE_LOGPROBS, token_values
+from laminar_py.records.columns import MODEL_COLUMNS, Source, token_values
 from laminar_py.records.metrics import LearnerProgress, LearnerStarted, RankPosition
 from laminar_py.records.pieces import ColumnPiece, ColumnRef
 from laminar_py.records.proofs import NextToken
@@ -52,10 +55,10 @@ from laminar_py.runtime.workers.processes.base import (
 )
 from laminar_py.runtime.workers.specs import (
     FetchRequest,
+    FrozenAnswer,
+    FrozenRequest,
+    FrozenSpec,
     LearnerSpec,
-    ReferenceAnswer,
-    ReferenceRequest,
-    ReferenceSpec,
     StepOutcome,
     StepRequest,
     WeightsSpec,
@@ -313,20 +316,33 @@ def folder_sources(model: Path, dtype: str) -> list[TensorSource]:
     return sources
 
 
-# ---- the reference model
+# ---- frozen models
 
 
-class ReferenceActor(ComputingActor):
-    """Hosts the reference model: the model that the config names, or the model that RL begins with."""
+class FrozenActor(ComputingActor):
+    """Hosts a frozen model: the reference (that the config names, or RL begins with) or the teacher."""
 
     @on_compute_thread
-    def start(self, spec: ReferenceSpec) -> None:
-        """Open the run's segments, and load the reference model."""
+    def start(self, spec: FrozenSpec) -> None:
+        """Open the run's segments, and load the model, or connect to its server."""
         compute_on(1)
-        config = read_run_config(spec, "reference-0")
+        config = read_run_config(spec, f"{spec.source}-0")
+        self._source, self._column = spec.source, MODEL_COLUMNS[spec.source]
         self._reader, self._writer = open_reader(spec, config), open_writer(spec, config)
-        self._model = ReferenceModel(
-            config.algorithm.reference or initial_folder(config),
+        self._model = self._open_model(config, spec)
+
+    def _open_model(self, config: RunConfig, spec: FrozenSpec) -> FrozenModel | ServedModel:
+        """Load the model of a folder, or connect to the teacher's server."""
+        algorithm = config.algorithm
+        folder = algorithm.reference or initial_folder(config)
+        if spec.source is Source.TEACHER:
+            if algorithm.teacher_url is not None:
+                return ServedModel(algorithm.teacher_url, api_key=spec.secret)
+            assert algorithm.teacher_folder is not None, "a stage of the teacher has a folder or an address"
+            folder = algorithm.teacher_folder
+        return FrozenModel(
+            folder,
+            field=f"algorithm.{spec.source}",
             vocab_size=read_sizes(config.model.path).vocab_size,
             temperature=config.rollout.sampling.temperature,
             max_tokens=config.packer.max_tokens,
@@ -336,19 +352,28 @@ class ReferenceActor(ComputingActor):
         )
 
     @on_compute_thread
-    def logprobs(self, request: ReferenceRequest) -> ReferenceAnswer:
-        """Compute and store log-probabilities of one packed batch; return where they are stored."""
+    def logprobs(self, request: FrozenRequest) -> FrozenAnswer:
+        """Compute and store log-probabilities of one packed batch; return where they are stored.
+
+        Raises `ConfigError` if a log-probability is not finite.
+        """
         started = time.perf_counter()
         complete, lost = complete_all(request.trajectories, self._reader)
-        # the reference model chooses its experts itself
+        # the model chooses its experts itself
         trajectories = [msgspec.structs.replace(item, routed_experts=None) for item in complete.values()]
-        answers = zip(trajectories, self._model.logprobs(trajectories) if trajectories else [], strict=True)
+        found = self._model.logprobs(trajectories) if trajectories else []
+        for trajectory, logprobs in zip(trajectories, found, strict=True):
+            if not np.isfinite(logprobs).all():
+                raise ConfigError(
+                    f"algorithm.{self._source}: its log-probabilities of {trajectory.id} are not all finite; name"
+                    " another model, or compute it in another precision"
+                )
         pieces = [
-            ColumnPiece(trajectory_id=trajectory.id, name=REFERENCE_LOGPROBS, values=token_values(logprobs))
-            for trajectory, logprobs in answers
+            ColumnPiece(trajectory_id=trajectory.id, name=self._column, values=token_values(logprobs))
+            for trajectory, logprobs in zip(trajectories, found, strict=True)
         ]
         refs = zip(pieces, self._writer.write_all(pieces), strict=True)
         columns = {piece.trajectory_id: ColumnRef(piece.values.dtype, at) for piece, at in refs}
         if self._writer.shared:
             self._writer.sync()
-        return ReferenceAnswer(columns, lost, time.perf_counter() - started, self._model.fingerprint)
+        return FrozenAnswer(columns, lost, time.perf_counter() - started, self._model.fingerprint)

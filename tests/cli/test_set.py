@@ -1,4 +1,4 @@
-"""`laminar scale`: the number that it leaves for the controller, and the refusals."""
+"""`laminar set` and `laminar scale`: settings that they leave for the controller, and refusals."""
 
 import pytest
 from typer.testing import CliRunner
@@ -6,8 +6,8 @@ from typer.testing import CliRunner
 from laminar_py.cli import app
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
+from laminar_py.ledger.requests import take_wanted
 from laminar_py.ledger.run_folder import new_run
-from laminar_py.ledger.scaling import take_wanted
 from tests.runs.runs import REPO
 
 
@@ -19,16 +19,28 @@ def run(tmp_path):
     return run
 
 
-def scale(folder, replicas):
-    done = CliRunner().invoke(app, ["scale", str(folder), str(replicas)])
+def call(*arguments):
+    done = CliRunner().invoke(app, list(map(str, arguments)))
     if isinstance(done.exception, ConfigError):
         raise done.exception
     return done
 
 
-def test_the_controller_finds_the_wanted_number(run):
-    assert "asked for 6 replicas" in scale(run.path, 6).output
-    assert take_wanted(run.path) == 6
+def scale(folder, replicas):
+    return call("scale", folder, replicas)
+
+
+def test_the_controller_finds_the_wanted_settings(run):
+    assert "asked for rollout.replicas=6" in scale(run.path, 6).output
+    call("set", run.path, "staleness.max_staleness=2", "learner.publish_every=2")
+    wanted = ["rollout.replicas=6", "staleness.max_staleness=2", "learner.publish_every=2"]
+    assert take_wanted(run.path) == wanted
+
+
+def test_a_setting_that_a_running_run_keeps_is_refused_with_the_way_to_change_it(run):
+    with pytest.raises(ConfigError, match=r"stop the run, and resume it with learner\.lr=1e-4"):
+        call("set", run.path, "learner.lr=1e-4")
+    assert take_wanted(run.path) == []
 
 
 @pytest.mark.parametrize(
@@ -41,15 +53,17 @@ def test_the_controller_finds_the_wanted_number(run):
 def test_a_number_that_the_config_refuses_is_not_left(run, replicas, line):
     with pytest.raises(ConfigError, match=line):
         scale(run.path, replicas)
-    assert take_wanted(run.path) is None
+    assert take_wanted(run.path) == []
 
 
 def test_a_run_without_a_controller_and_an_evaluation_are_refused(run, tmp_path):
     run.unlock()
     with pytest.raises(ConfigError, match=r"no controller runs it; .* --resume rollout\.replicas=6"):
         scale(run.path, 6)
+    with pytest.raises(ConfigError, match=r"--resume staleness\.max_staleness=2"):
+        call("set", run.path, "staleness.max_staleness=2")
     run.source.write_text("{}")
-    with pytest.raises(ConfigError, match="an evaluation, whose replicas cannot change"):
+    with pytest.raises(ConfigError, match="an evaluation, whose settings cannot change"):
         scale(run.path, 6)
     with pytest.raises(ConfigError, match=r"no config\.yaml in it"):
         scale(tmp_path, 2)

@@ -1,0 +1,81 @@
+"""The settings that a running run can change, and the checks of a change.
+
+`laminar set` and the controller call it. A changed config passes all checks of a config.
+"""
+
+import yaml
+
+from laminar_py.config.loading import parse_config, read_yaml, setting_names
+from laminar_py.config.rollout import OnNewWeights
+from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
+
+REPLICAS, BOUND, PUBLISH_EVERY = "rollout.replicas", "staleness.max_staleness", "learner.publish_every"
+CHANGEABLE = (BOUND, PUBLISH_EVERY, "buffer.capacity", REPLICAS)
+
+
+def changed(config: RunConfig, setting: str) -> RunConfig:
+    """Return the config with another value of one setting, e.g. `staleness.max_staleness=4`.
+
+    Raises `ConfigError` for a setting that a running run keeps, and for a value that the config refuses.
+    """
+    name, value = parse_change(setting)
+    if name == REPLICAS:
+        return scaled(config, value)
+    if name == BOUND and config.staleness.max_staleness is None:
+        raise ConfigError(f"{setting}: the run began without a bound; stop it and resume it with {setting}")
+    section, _, key = name.partition(".")
+    tree = config.model_dump(mode="json")
+    tree[section][key] = value
+    return parse_config(tree)
+
+
+def parse_change(setting: str) -> tuple[str, int]:
+    """Return name and value of a setting such as `rollout.replicas=4`. Raises `ConfigError`."""
+    name, equals, text = setting.partition("=")
+    if not equals:
+        raise ConfigError(f"setting={setting}: not of the form key=value; write for example {BOUND}=4")
+    if name not in CHANGEABLE:
+        takes = f"a running run takes {', '.join(CHANGEABLE)}"
+        if name not in setting_names(RunConfig):
+            raise ConfigError(f"{setting}: unknown key; {takes}")
+        raise ConfigError(f"{setting}: {takes}; stop the run, and resume it with {setting}")
+    try:
+        value = read_yaml(text)
+    except yaml.YAMLError:
+        value = None
+    if type(value) is not int:
+        raise ConfigError(f"{setting}: is no whole number; write for example {name}=4")
+    return name, value
+
+
+def value_of(config: RunConfig, name: str) -> int | None:
+    """Return the value of one of the `CHANGEABLE` settings; None of a bound or a capacity that is not set."""
+    section, _, key = name.partition(".")
+    value: int | None = getattr(getattr(config, section), key)
+    return value
+
+
+def scaled(config: RunConfig, replicas: int) -> RunConfig:
+    """Return the config with another number of replicas. Raises `ConfigError`.
+
+    A smaller draining fleet must admit a learner step under one version, else the learner would wait for a second
+    version at every step.
+    """
+    rollout, step = config.rollout, config.trajectories_per_step
+    if rollout.engine.servers:
+        raise ConfigError(
+            f"rollout.replicas={replicas}: this run attaches to {len(rollout.engine.servers)} servers; stop it and"
+            " resume it with another rollout.engine.urls"
+        )
+    most = rollout.batch_per_replica
+    shrinks = 0 < replicas < rollout.replicas and rollout.on_new_weights is OnNewWeights.DRAIN
+    if shrinks and replicas * most < step:
+        raise ConfigError(
+            f"rollout.replicas={replicas}: a learner step takes {step} trajectories (rollout.prompts_per_step *"
+            f" rollout.group_size), and {replicas} with rollout.batch_per_replica={most} admit {replicas * most}"
+            f" under a version; ask for {-(-step // most)} at least"
+        )
+    tree = config.model_dump(mode="json")
+    tree["rollout"]["replicas"] = replicas
+    return parse_config(tree)

@@ -1,0 +1,106 @@
+"""The pool of consumed groups from which steps draw replays. Pure.
+
+`control.consumption` feeds it at each commit and draws from it for each batch. The pool follows from the ledger:
+what steps consumed and replayed, without undone steps. So a resume rebuilds it, and a draw depends on it, the
+run's seed and the step alone.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from laminar_py.config.replay import ReplayBy, ReplayConfig
+from laminar_py.records.trajectory import TrajectoryRef
+
+
+@dataclass(slots=True, kw_only=True)
+class PooledGroup:
+    """A consumed group, e.g. "g3", which step 9 consumed and steps 10 and 12 replayed."""
+
+    id: str
+    step: int
+    members: list[TrajectoryRef]  # as they were consumed, without the weight of their staleness
+    replays: list[int] = field(default_factory=list)  # steps, ascending
+
+    @property
+    def oldest_version(self) -> int:
+        """Lowest version of a token in the group."""
+        return min(member.oldest_version for member in self.members)
+
+    @property
+    def reward(self) -> float:
+        """Mean reward of its members."""
+        return sum(member.reward or 0.0 for member in self.members) / len(self.members)
+
+
+class ReplayPool:
+    """The last groups that steps consumed, in order; `wanted` of them are drawn for each step.
+
+    Holds `replay.capacity` groups, and besides the groups that steps since the last checkpoint have added or
+    pushed out, since a rollback to that checkpoint brings the earlier pool back.
+    """
+
+    def __init__(self, replay: ReplayConfig, *, wanted: int, seed: int) -> None:
+        self._replay = replay
+        self._wanted = wanted
+        self._seed = seed
+        self._groups: list[PooledGroup] = []
+
+    @property
+    def groups(self) -> list[PooledGroup]:
+        """The groups that a step may draw, if they are young enough, in order of consumption."""
+        return [
+            group for group in self._groups[-self._replay.capacity :] if len(group.replays) < self._replay.most
+        ]
+
+    def add(self, group: PooledGroup) -> None:
+        """Take a group that a step consumed; one without members has nothing to replay."""
+        if self._wanted and group.members:
+            self._groups.append(group)
+
+    def draw(self, step: int, *, age_of: Callable[[int], int]) -> list[PooledGroup]:
+        """Return the groups that `step` replays, at most `wanted`; `age_of` gives a version's age.
+
+        The draw changes nothing: `record` does, once the step is committed.
+        """
+        young = [group for group in self.groups if age_of(group.oldest_version) <= self._replay.max_age]
+        count = min(self._wanted, len(young))
+        if not count:
+            return []
+        rng = np.random.default_rng([self._seed, step])
+        places = rng.choice(len(young), size=count, replace=False, p=self._chances(young))
+        return [young[place] for place in sorted(places.tolist())]
+
+    def record(self, groups: Collection[PooledGroup], step: int) -> None:
+        """Note that a committed step replayed these groups."""
+        for group in groups:
+            group.replays.append(step)
+
+    def checkpointed(self, step: int) -> None:
+        """Forget the groups that no step needs that follows the checkpoint of `step`."""
+        held = sum(group.step <= step for group in self._groups)
+        del self._groups[: max(0, held - self._replay.capacity)]
+
+    def roll_back(self, step: int) -> None:
+        """Return to the pool after `step`: later consumptions and replays are undone."""
+        self._groups = [group for group in self._groups if group.step <= step]
+        for group in self._groups:
+            group.replays = [at for at in group.replays if at <= step]
+
+    def drop(self, trajectory_ids: Collection[str]) -> list[str]:
+        """Remove the groups of these trajectories, and return the ids of these groups."""
+        gone = [group.id for group in self._groups if any(member.id in trajectory_ids for member in group.members)]
+        self._groups = [group for group in self._groups if group.id not in gone]
+        return gone
+
+    def _chances(self, young: list[PooledGroup]) -> npt.NDArray[np.float64]:
+        """[N] probability of each group to be drawn first, by `buffer.replay.by`."""
+        keys = [group.reward if self._replay.by is ReplayBy.REWARD else 0.0 for group in young]
+        best_first = sorted(range(len(young)), key=lambda place: (-keys[place], -place))
+        weights = np.ones(len(young))
+        if self._replay.by is not ReplayBy.UNIFORM:
+            weights[best_first] = 1.0 / np.arange(1, len(young) + 1)
+        chances: npt.NDArray[np.float64] = weights / weights.sum()
+        return chances

@@ -1,0 +1,201 @@
+"""The policy of `staleness.control`: when the bound, and the steps between two versions, change. Pure.
+
+`control.live_settings` owns it and applies its changes. It weighs two costs over a window of steps. A tight bound
+costs time, since the learner waits for groups that may not begin yet. A wide bound costs signal: the effective
+sample size of old data falls. The number of groups in flight follows the bound (`Admission.limit`). At the end of
+a window, the first of these rules that applies changes the bound by 1:
+
+1. The oldest data is less effective than `least_effective`: lower.
+2. The last rise did not let the learner work more of the time: undo it, and rise again only once the learner
+   waits much more.
+3. The learner waits for a tenth of the time, and little is lost to old data: rise.
+4. A whole further batch lay ready at every step: lower, which makes data fresher and costs nothing.
+
+A collapse lowers the bound to its least at once: the reward falls clearly while old data has lost its signal.
+Means of the reward over a few steps are too noisy to judge a single change by, so only a collapse reads them.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from laminar_py.config.changes import BOUND, PUBLISH_EVERY
+from laminar_py.config.steering import StalenessControl
+from laminar_py.records.metrics import StepRow
+
+MUCH, LITTLE = 0.1, 0.02  # of the time: the learner waits for batches, or for publishes
+PAYS = 1.03  # a rise pays if the learner works for this many times its share of the time before
+FEW = 0.05  # of a window's tokens: staler ones do not count
+LOST_SIGNAL = 0.3  # effectiveness of old data in a collapse
+FALL, SIGMAS = 0.25, 3.0  # of the best reward, and standard errors, by which the reward falls in a collapse
+RESTED = 10  # windows without a rise after a collapse, and in which old data may have lost its signal before one
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A new value of a setting, e.g. `Change("staleness.max_staleness", 5, "the learner waits ...")`."""
+
+    name: str
+    value: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Measurements of some steps, e.g. `Window(waits=0.2, stalled=0.01, effective=0.9, spare=0)`."""
+
+    waits: float  # share of the time in which the learner had no batch
+    stalled: float  # share of the time in which it waited for publishes
+    effective: float  # effective sample size of the oldest data over the one of fresh data, in [0, 1]
+    spare: int  # batches that lay ready at every step when the learner took its own
+
+
+class StalenessSteering:
+    """Decides after each step; `publish_every` is the least number of steps between two versions."""
+
+    def __init__(self, control: StalenessControl, *, publish_every: int) -> None:
+        self._control = control
+        self._least_every = publish_every
+        self._skip: int | None = None  # steps that do not count, since their data is from before a change
+        self._rows: list[tuple[StepRow, int]] = []  # of the present window, with spare batches
+        self._waits_before: float | None = None  # the rise is on trial: share of waits before it
+        self._rise_at = MUCH  # least share of waits for a rise
+        self._fresh = 1.0  # effective sample size of fresh data, when last known
+        self._rest = 0  # windows without a rise
+        self._collapse = CollapseWatch(control.window)
+
+    def observe(self, row: StepRow, *, spare: int, bound: int, publish_every: int) -> tuple[Sequence[Change], str]:
+        """Return the changes after a step, and the words of an alarm, "" without one.
+
+        `spare` is the number of whole batches that the step left ready. `bound` and `publish_every` are the
+        present values, also where a user changed them.
+        """
+        least = max(self._control.min, publish_every - 1)
+        self._fresh = effectiveness([row]).get(0, self._fresh)
+        effective = self._oldest([row])
+        if alarm := self._collapse.observe(row, effective):
+            self._rest, self._waits_before = RESTED, None
+            self._begin_window(bound)
+            lowers = [Change(BOUND, least, "the reward collapses on old data")] if bound > least else []
+            return lowers, alarm
+        if self._skip is None:
+            self._skip = 1 + bound  # the first batches wait for the first responses
+        if self._skip:
+            self._skip -= 1
+            return (), ""
+        self._rows.append((row, spare))
+        if len(self._rows) < self._control.window:
+            return (), ""
+        changes = list(self._decide(self._measure(), bound=bound, least=least, publish_every=publish_every))
+        self._rest = max(0, self._rest - 1)
+        self._begin_window(max([bound, *(one.value for one in changes)]) if changes else 0)
+        return changes, ""
+
+    def _begin_window(self, skip: int) -> None:
+        self._skip = skip
+        self._rows.clear()
+
+    def _measure(self) -> Window:
+        """Return the measurements of the present window."""
+        rows = [row for row, _ in self._rows]
+        waited_s, stalled_s = sum(row.waited_s for row in rows), sum(row.publish_stall_s for row in rows)
+        whole_s = max(waited_s + stalled_s + sum(row.learner_s for row in rows), 1e-9)
+        return Window(
+            waits=waited_s / whole_s,
+            stalled=stalled_s / whole_s,
+            effective=self._oldest(rows),
+            spare=min(spare for _, spare in self._rows),
+        )
+
+    def _oldest(self, rows: Sequence[StepRow]) -> float:
+        """Return the effective sample size of the oldest data over the one of fresh data; 1 for fresh data
+        alone."""
+        by_age = effectiveness(rows)
+        oldest = max(by_age, default=0)
+        return min(1.0, by_age[oldest] / self._fresh) if oldest and self._fresh > 0 else 1.0
+
+    def _decide(self, window: Window, *, bound: int, least: int, publish_every: int) -> Iterator[Change]:
+        """Yield at most one change: of the steps between two versions, else of the bound."""
+        control = self._control
+        before, self._waits_before = self._waits_before, None
+        most_every = control.max_publish_every or 0
+        if window.stalled >= MUCH and publish_every < most_every and publish_every <= bound:
+            why = f"the learner waits for publishes {window.stalled:.0%} of the time"
+            yield Change(PUBLISH_EVERY, publish_every + 1, why)
+        elif window.stalled <= LITTLE and self._least_every < publish_every <= most_every:
+            yield Change(PUBLISH_EVERY, publish_every - 1, "publishes delay the learner no longer")
+        elif bound > least and window.effective < control.least_effective:
+            why = f"the oldest data has {window.effective:.0%} of the effective sample size of fresh data"
+            yield Change(BOUND, bound - 1, why)
+        elif bound > least and before is not None and 1 - window.waits < PAYS * (1 - before):
+            self._rise_at = window.waits + MUCH
+            why = f"the learner waits {window.waits:.0%} of the time, and {before:.0%} before the bound rose"
+            yield Change(BOUND, bound - 1, why)
+        elif bound < control.max and self._may_rise(window):
+            self._waits_before = window.waits
+            why = (
+                f"the learner waits {window.waits:.0%} of the time, and old data loses {1 - window.effective:.0%}"
+            )
+            yield Change(BOUND, bound + 1, why)
+        elif bound > least and window.waits <= LITTLE and window.spare:
+            yield Change(BOUND, bound - 1, "a further batch always lies ready, so fresher data costs nothing")
+
+    def _may_rise(self, window: Window) -> bool:
+        """Whether the learner waits enough, and old data loses little, also less than the waits."""
+        lost = 1 - window.effective
+        waits = not self._rest and window.waits >= self._rise_at
+        return waits and lost <= min(window.waits, (1 - self._control.least_effective) / 2)
+
+
+def effectiveness(rows: Iterable[StepRow]) -> dict[int, float]:
+    """Return the effective sample size over the number of tokens by the least staleness of a bucket, e.g. {3:
+    0.8}.
+
+    Buckets with few tokens are left out. Figures that are not finite count as 0.
+    """
+    tokens, sums = dict[int, int](), dict[int, float]()
+    for row in rows:
+        for name, figures in row.by_staleness.items():
+            age, share = int(name.rstrip("+").partition("-")[0]), figures.effective_share
+            tokens[age] = tokens.get(age, 0) + figures.num_tokens
+            sums[age] = sums.get(age, 0.0) + figures.num_tokens * (share if math.isfinite(share) else 0.0)
+    enough = max(1.0, FEW * sum(tokens.values()))
+    return {age: sums[age] / tokens[age] for age in sums if tokens[age] >= enough}
+
+
+class CollapseWatch:
+    """Finds a collapse on stale data: the reward falls far below its best, and old data has lost its signal."""
+
+    def __init__(self, window: int) -> None:
+        self._rewards: deque[float] = deque(maxlen=window)
+        self._effective: deque[float] = deque(maxlen=RESTED * window)
+        self._best: tuple[float, float] | None = None  # mean reward of a window, and the variance of this mean
+        self._worst = math.inf  # mean
+
+    def observe(self, row: StepRow, effective: float) -> str:
+        """Return the words of an alarm after a step with this effectiveness of its oldest data, "" without one."""
+        self._effective.append(effective)
+        if not math.isnan(row.reward):
+            self._rewards.append(row.reward)
+        count = len(self._rewards)
+        if count < (self._rewards.maxlen or 0):
+            return ""
+        mean = sum(self._rewards) / count
+        variance = sum((reward - mean) ** 2 for reward in self._rewards) / (count - 1) / count
+        if self._best is None or mean > self._best[0]:
+            self._best = mean, variance
+        self._worst = min(self._worst, mean)
+        best, of_best = self._best
+        noise, scale = math.sqrt(variance + of_best), max(abs(best), best - self._worst)
+        least = min(self._effective)
+        if best - mean <= max(SIGMAS * noise, FALL * scale) or least >= LOST_SIGNAL:
+            return ""
+        self._best, self._worst = None, math.inf  # a further fall is another collapse
+        self._rewards.clear()
+        self._effective.clear()
+        return (
+            f"step {row.step}: the mean reward fell from {best:.3g} to {mean:.3g}, and the oldest data had"
+            f" {least:.0%} of the effective sample size of fresh data; the learning rate is too high for data this"
+            " old: lower learner.lr or staleness.max_staleness, and resume from a checkpoint before the fall"
+        )
