@@ -9,7 +9,7 @@ from pathlib import Path
 from laminar_lab.emulation.settings import SHORTEST, EmulationConfig, emulation_of, read_profile
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.config.cluster import Device
-from laminar_py.config.engine import Backend, EngineLaunch, LearnerStandIn
+from laminar_py.config.engine import Backend, EngineLaunch, LearnerStandIn, Speculation
 from laminar_py.engines import read_sizes
 from laminar_py.records import InferenceEngine, Recording
 from laminar_py.records.environment import Environments
@@ -37,6 +37,11 @@ def check(config: RunConfig) -> None:
     if algorithm.reference_in_own_process:
         raise ConfigError(
             "algorithm.reference_pass=stage: an emulated learner has no reference model; leave it out"
+        )
+    if config.rollout.engine.speculation is not Speculation.NONE:
+        raise ConfigError(
+            f"rollout.engine.speculation={config.rollout.engine.speculation}: an emulated engine has no texts to"
+            " draft from; leave it out"
         )
     if algorithm.teacher is not None:
         raise ConfigError(

@@ -10,6 +10,7 @@ imports neither torch nor an HTTP client; only `open`, in the replica's process,
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeAlias
 from urllib.parse import urlsplit
@@ -37,6 +38,13 @@ class EmulatedFleet:
     has_turns: bool  # the backend's environments answer the turns of each trajectory
 
 
+class Speculation(StrEnum):
+    """Source of draft tokens that an engine verifies in one pass; see `EngineConfig.speculation`."""
+
+    NONE = "none"
+    NGRAM = "ngram"
+
+
 class EngineConfig(Section):
     """Inference engines. The settings of this table belong to every backend."""
 
@@ -47,6 +55,12 @@ class EngineConfig(Section):
     """Hash the engine's own tensors after its first load and after every `verify_every` versions; they must change
     with the published files, and agree among replicas. 0: never. `sglang`: 20, since a server stands still while
     it hashes."""
+
+    speculation: Speculation = Speculation.NONE
+    """`ngram`: draft several tokens from other texts of a prompt, and verify them in one pass. `local` drafts from
+    the prompt's other responses, under way and earlier, where steps with drafts are faster; it samples the tokens
+    that single steps sample, but for rounding. `sglang`: the server's own n-gram drafts, on CUDA only and without
+    `rollout.record`; not measured."""
 
     @property
     def gpus(self) -> int:

@@ -14,7 +14,7 @@ from laminar_py.config.engine import BACKENDS
 from laminar_py.config.loading import dump_config, load_config, parse_config
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
-from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Source
+from laminar_py.records.columns import MODEL_COLUMNS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Source
 
 REPO = Path(__file__).parents[2]
 MINIMAL = {
@@ -340,9 +340,13 @@ def test_a_teacher_by_name_needs_no_column_of_the_reward_and_goes_with_any_advan
     algorithm = {**TEACHER, "teacher": "t", "advantage": advantage, "kl_coef": 0.1}
     found = parse_config({**MINIMAL, "algorithm": algorithm, "rollout": SURE}).algorithm
     assert not found.scored_columns
-    assert [column.name for column in found.packed_columns] == [TEACHER_LOGPROBS]
+
+    def of_models(settings):
+        return [column.name for column in settings.packed_columns if column.source in MODEL_COLUMNS]
+
+    assert of_models(found) == [TEACHER_LOGPROBS]
     staged = found.model_copy(update={"reference_pass": ReferencePass.STAGE})
-    assert [column.name for column in staged.packed_columns] == [TEACHER_LOGPROBS, REFERENCE_LOGPROBS]
+    assert of_models(staged) == [TEACHER_LOGPROBS, REFERENCE_LOGPROBS]
     assert staged.stages == (Source.REFERENCE, Source.TEACHER)
 
 
@@ -408,28 +412,38 @@ CPU = {**SGLANG, "device": "cpu"}
 @pytest.mark.parametrize(
     ("engine", "line"),
     [
-        (
-            {"flags": {"speculative-algorithm": "EAGLE3"}},
-            "speculative-algorithm=EAGLE3: drafts with weights that no",
-        ),
-        ({"flags": {"speculative_algorithm": "nextn"}}, "speculative-algorithm=NEXTN: drafts with"),
-        ({"flags": {"--speculative-algo": "STANDALONE"}}, "speculative-algorithm=STANDALONE: drafts with"),
-        ({"flags": {"speculative-algorithm": "NGRAM"}, "device": "cpu"}, "speculative-algorithm=NGRAM: off CUDA"),
+        ({"flags": {"speculative-algorithm": "EAGLE3"}}, "speculative-algorithm=EAGLE3: set rollout.engine.spec"),
+        ({"flags": {"--speculative-algo": "NGRAM"}}, "speculative-algo=NGRAM: set rollout.engine.speculation"),
         ({"flags": {"speculative-accept-threshold-acc": 0.9}}, "speculative-accept-threshold-acc=0.9: only 1.0"),
-        ({"flags": {"port": 1}}, "port=1: the run chooses it"),
+        ({"flags": {"port": 1}}, "port=1: the run chooses it; leave it out"),
     ],
 )
 def test_flags_that_no_server_of_changing_weights_can_have_are_refused_before_a_run(engine, line):
-    with pytest.raises(ConfigError, match=rf"^rollout\.engine\.flags\.(--)?{re.escape(line)}.*leave it out"):
+    with pytest.raises(ConfigError, match=rf"^rollout\.engine\.flags\.(--)?{re.escape(line)}"):
         parse_config({**MINIMAL, "rollout": {"engine": {**SGLANG, **engine}}})
 
 
-def test_ngram_speculates_on_cuda_and_records_nothing_beside_tokens():
-    engine = {**SGLANG, "flags": {"speculative-algorithm": "ngram"}}
-    parse_config({**MINIMAL, "rollout": {"engine": engine}})
-    parse_config({**MINIMAL, "rollout": {"engine": {**CPU, "flags": {"speculative-algorithm": False}}}})
-    with pytest.raises(ConfigError, match=r"=NGRAM: records no routed_experts; leave out one of it and"):
-        parse_config({**MINIMAL, "rollout": {"engine": engine, "record": ["routed_experts"]}})
+@pytest.mark.parametrize(
+    ("engine", "record", "line"),
+    [
+        (CPU, [], "speculation=ngram: off CUDA SGLang takes the most probable token"),
+        (SGLANG, ["routed_experts"], "speculation=ngram: records no routed_experts; leave out one"),
+        ({**SGLANG, "urls": ["http://10.0.0.5:30000"]}, [], "speculation=ngram: a running server chose"),
+        (EMULATED["engine"], [], "speculation=ngram: an emulated engine has no texts"),
+    ],
+)
+def test_engines_that_cannot_draft_refuse_speculation(engine, record, line):
+    rollout = {"engine": {**engine, "speculation": "ngram"}, "record": record, "replicas": 1}
+    with pytest.raises(ConfigError, match=rf"^rollout\.engine\.{re.escape(line)}"):
+        parse_config({**MINIMAL, "rollout": rollout})
+
+
+def test_engines_speculate_where_they_can():
+    for engine in (SGLANG, {"kind": "local"}):
+        section = parse_config(
+            {**MINIMAL, "rollout": {"engine": {**engine, "speculation": "ngram"}}}
+        ).rollout.engine
+        assert section.speculation == "ngram"
 
 
 def test_the_advice_for_generation_names_an_algorithm_that_a_run_accepts():
@@ -437,7 +451,6 @@ def test_the_advice_for_generation_names_an_algorithm_that_a_run_accepts():
         section = parse_config({**MINIMAL, "rollout": {"engine": {**SGLANG, **engine}}}).rollout.engine
         return {setting: change for setting, change, _ in section.remedies()}
 
-    key = "flags.speculative-algorithm"
-    assert advised()[key] == "none -> NGRAM"
-    assert advised(flags={"speculative-algorithm": "NGRAM"}).keys() == {"tensor_parallel"}
+    assert advised()["speculation"] == "none -> ngram"
+    assert advised(speculation="ngram").keys() == {"tensor_parallel"}
     assert advised(device="cpu").keys() == {"tensor_parallel"}

@@ -1,6 +1,6 @@
-"""The embedded engine as a backend. It has no settings and runs on one thread of the replica's process."""
+"""The embedded engine as a backend, with the settings of every backend. It runs on one thread of its process."""
 
-from laminar_py.config.engine import Backend, EngineConfig, EngineLaunch
+from laminar_py.config.engine import Backend, EngineConfig, EngineLaunch, Speculation
 from laminar_py.config.run import RunConfig
 from laminar_py.engines.local.spec import read_config
 from laminar_py.records.engine import InferenceEngine
@@ -20,6 +20,7 @@ async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngin
         max_len=rollout.max_len,
         kv_capacity=rollout.kv_tokens,
         record=rollout.record,
+        drafts=rollout.engine.speculation is Speculation.NGRAM,
     )
     await engine.start()
     return engine

@@ -153,7 +153,8 @@ class StepTimes:
             return np.ones_like(queries)
         slope = max(0.0, (weight * products - total * seconds) / spread)
         mean = seconds / weight
-        return np.maximum(mean + slope * (queries - total / weight), 0.1 * mean)
+        line: Numbers = mean + slope * (queries - total / weight)
+        return line.clip(0.1 * mean)
 
 
 class Drafter:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from laminar_py.config.cluster import Device, LeaseCache
-from laminar_py.config.engine import Backend, EngineLaunch
+from laminar_py.config.engine import Backend, EngineLaunch, Speculation
 from laminar_py.config.learner import LoraConfig, LoraTarget
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
@@ -24,7 +24,7 @@ from laminar_py.engines.sglang.launch import (
     replica_server,
     sharing_flags,
 )
-from laminar_py.engines.sglang.settings import Flag, SGLangConfig, section_of
+from laminar_py.engines.sglang.settings import Flag, SGLangConfig, section_of, speculation_fault
 from laminar_py.records.engine import EngineLostError, InferenceEngine
 
 # ---- limits of SGLang
@@ -43,7 +43,10 @@ def check(config: RunConfig) -> None:
             f"rollout.engine.urls has {len(section.urls)} servers for rollout.replicas={rollout.replicas}; name"
             " one server for each replica"
         )
-    check_flags(section.flags, section.device, rollout.record)
+    check_flags(section.flags, section.device)
+    on_cuda, named = section.device is Device.CUDA, section.speculation
+    if (fault := speculation_fault(named.upper(), on_cuda=on_cuda, record=rollout.record)) is not None:
+        raise ConfigError(f"rollout.engine.speculation={named}: {fault}")
     if config.learner.lora is not None:
         _check_lora(config, config.learner.lora, section.urls)
 
@@ -193,6 +196,7 @@ def _server_of(config: RunConfig, launch: EngineLaunch) -> ServerSpec:
         flags={**exact, **section.flags},
         start_timeout_s=section.start_timeout_s,
         shared_gpus=launch.shared_gpus,
+        speculates=section.speculation is Speculation.NGRAM,
     )
 
 

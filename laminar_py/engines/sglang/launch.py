@@ -16,7 +16,7 @@ from laminar_py.config.learner import LoraConfig
 from laminar_py.config.reward import RewardConfig, ServerPoolConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.model_sizes import served_dtype
-from laminar_py.engines.sglang.settings import OFF_CUDA, Flag, Flags, algorithm_in, flag_name, speculation_fault
+from laminar_py.engines.sglang.settings import OFF_CUDA, Flag, Flags, algorithm_in, flag_name
 from laminar_py.engines.sglang.toolkit import check_compilers, compiler_environment, own_path
 from laminar_py.records.pieces import Recording
 
@@ -33,6 +33,7 @@ _CHOSEN = "the run chooses it; leave it out"
 _THRESHOLDS = ("speculative-accept-threshold-single", "speculative-accept-threshold-acc")
 _EXACT = "only 1.0 draws from the model's distribution; leave it out"
 _RESERVED = {  # every spelling of a flag -> remedy
+    "speculative-algorithm": "set rollout.engine.speculation",
     **dict.fromkeys(("host", "port", "api-key", "admin-api-key", "config"), _CHOSEN),
     **dict.fromkeys(("model-path", "model"), "set model.path"),
     **dict.fromkeys(("tp-size", "tensor-parallel-size"), "set rollout.engine.tensor_parallel"),
@@ -116,6 +117,7 @@ def replica_server(
     flags: Flags | None = None,
     start_timeout_s: float = 900.0,
     shared_gpus: str = "",
+    speculates: bool = False,
 ) -> ServerSpec:
     """Describe a server of one replica, for trajectories of `max_len` tokens.
 
@@ -139,6 +141,7 @@ def replica_server(
         "skip-tokenizer-init": True,
     }
     defaults |= _feature_flags(record, lora, mask_tokens)
+    defaults |= {"speculative-algorithm": "NGRAM"} if speculates else {}
     return ServerSpec(
         python=python,
         model_dir=model_dir,
@@ -158,12 +161,9 @@ def sharing_flags(*, releases: bool) -> dict[str, Flag]:
     return {"watchdog-timeout": HELD_S, "sleep-on-idle": True, "enable-memory-saver": releases}
 
 
-def check_flags(flags: Flags, device: Device, record: tuple[Recording, ...]) -> None:
-    """Raise `ConfigError` for flags that no server of a replica can have; `record` is `rollout.record`."""
+def check_flags(flags: Flags, device: Device) -> None:
+    """Raise `ConfigError` for flags that no server of a replica can have."""
     _with_users_flags({}, flags, device, field="rollout.engine.flags", reserved=_RESERVED)
-    algorithm = algorithm_in(flags)
-    if (fault := speculation_fault(algorithm, on_cuda=True, record=record)) is not None:
-        raise ConfigError(f"rollout.engine.flags.speculative-algorithm={algorithm}: {fault}")
 
 
 def _feature_flags(record: tuple[Recording, ...], lora: LoraConfig | None, mask_tokens: int) -> dict[str, Flag]:
@@ -200,7 +200,7 @@ def pool_server(
     reserved = dict.fromkeys([*_RESERVED, "served-model-name"], _CHOSEN)
     reserved |= dict.fromkeys(("model-path", "model"), f"set {field}.model")
     reserved |= dict.fromkeys(("tp-size", "tensor-parallel-size", "device"), f"set {field}.gpus")
-    for name in ("dtype", *_THRESHOLDS):  # no law needs the exact distribution of a judge
+    for name in ("dtype", "speculative-algorithm", *_THRESHOLDS):  # no law needs the exact distribution of a judge
         del reserved[name]
     defaults: dict[str, Flag] = {
         "model-path": str(settings.model),

@@ -8,7 +8,7 @@ from typing import Annotated, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from laminar_py.config.cluster import Device
-from laminar_py.config.engine import EngineConfig
+from laminar_py.config.engine import EngineConfig, Speculation
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, is_address
 from laminar_py.records.pieces import Recording
@@ -64,6 +64,10 @@ class SGLangConfig(EngineConfig):
                 f"rollout.engine.urls={','.join(self.urls)}: a server is named twice, and each replica has its own"
                 " weights; name one for each"
             )
+        if self.urls and self.speculation is not Speculation.NONE:
+            raise ConfigError(
+                f"rollout.engine.speculation={self.speculation}: a running server chose at its start; leave it out"
+            )
         if self.device is Device.CPU and self.tensor_parallel > 1:
             raise ConfigError(
                 f"rollout.engine.tensor_parallel={self.tensor_parallel} needs GPUs; set"
@@ -111,9 +115,8 @@ class SGLangConfig(EngineConfig):
         """Settings to change where generation limits the run: (setting, change, reason)."""
         change = f"{self.tensor_parallel} -> {2 * self.tensor_parallel}"
         found = [("tensor_parallel", change, "faster replicas in place of more")]
-        if self.device is Device.CUDA and not self.urls and algorithm_in(self.flags) == "NONE":
-            why = "several tokens for one pass; only without rollout.record"
-            found.append(("flags.speculative-algorithm", "none -> NGRAM", why))
+        if self.device is Device.CUDA and not self.urls and self.speculation is Speculation.NONE:
+            found.append(("speculation", "none -> ngram", "several tokens for one pass; not with rollout.record"))
         return tuple(found)
 
 
