@@ -61,8 +61,9 @@ def pytest_collection_modifyitems(config, items):
     Each worker of a parallel session has its share of both, and seldom do two that wait run at once.
     """
     if chosen := config.getoption("part"):
-        config.hook.pytest_deselected(items=[item for item in items if part_of(item, chosen[1]) != chosen[0]])
-        items[:] = [item for item in items if part_of(item, chosen[1]) == chosen[0]]
+        kept = in_part(items, *chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     modules = [list(tests) for _, tests in groupby(items, key=lambda item: item.nodeid.partition("::")[0])]
     waiting = [tests for tests in modules if tests[0].nodeid.startswith(WAITING)]
     computing = [tests for tests in modules if not tests[0].nodeid.startswith(WAITING)]
@@ -82,7 +83,26 @@ def pytest_configure(config):
         config.add_cleanup(server.kill)
 
 
-def part_of(item, number):
-    """The part that a test is in, the same in every checkout; tests of one file share an SGLang server."""
-    name = item.location[0] if item.get_closest_marker("sglang") else item.nodeid
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % number
+def in_part(items, index, number):
+    """The tests of a part, the same in every checkout.
+
+    Tests of one file share an SGLang server, so these are divided by file: as evenly as can be, into no more parts
+    than there are files, so that no part is empty.
+    """
+    files = sorted({item.location[0] for item in items if item.get_closest_marker("sglang")}, key=digest)
+    parts = min(number, len(files))
+    servers = {file for place, file in enumerate(files) if place % parts == index % parts}
+    return {
+        item
+        for item in items
+        if (
+            item.location[0] in servers
+            if item.get_closest_marker("sglang")
+            else digest(item.nodeid) % number == index
+        )
+    }
+
+
+def digest(name):
+    """A number that follows from a name alone."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")

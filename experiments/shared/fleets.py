@@ -206,7 +206,7 @@ def _config(cell: Cell, seed: int) -> tuple[RunConfig, EmulationProfile]:
 
 def _splits(request: PlanRequest) -> list[FleetPlacement]:
     try:
-        return placements(request)
+        return [one for one in placements(request) if not one.shared]
     except ConfigError:
         return []
 

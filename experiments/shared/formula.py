@@ -195,7 +195,7 @@ def best_shared(request: PlanRequest) -> SharedPlacement | None:
 def best_split(request: PlanRequest) -> FleetPlacement | None:
     """Return the asynchronous split placement with the shortest step by formula; None if none fits."""
     try:
-        found = [one for one in placements(request) if one.schedule is Schedule.ASYNC]
+        found = [one for one in placements(request) if one.schedule is Schedule.ASYNC and not one.shared]
     except ConfigError:
         return None
     return min(found, key=lambda one: split_step_s(request, one), default=None)
