@@ -9,6 +9,7 @@ from laminar_lab.report.gains import describe_main_term, warn_of_bonus
 from laminar_lab.report.kit import Card
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.tails import Distribution, Measure, format_seconds
+from laminar_py.records.engine import DraftCounts
 from laminar_py.records.events import Alarmed, Leased, RunStarted, SettingChanged, VersionLoaded
 from laminar_py.records.host import counted
 from laminar_py.records.trajectory import Status
@@ -59,6 +60,25 @@ def _note_replays(report: RunReport) -> str:
     return (
         f"{share:.0%} of the trained trajectories; {replayed.mean:.1f} learner steps old, {replayed.max} at most"
     )
+
+
+def _drafts(report: RunReport) -> DraftCounts:
+    """Return the drafts of all steps."""
+    counts = DraftCounts()
+    for row in report.snapshot.samples.steps:
+        counts = counts.plus(row.drafts)
+    return counts
+
+
+def _note_drafts(report: RunReport) -> str:
+    counts = _drafts(report)
+    kinds = [
+        ("own text", counts.accepted_own),
+        ("siblings", counts.accepted_sibling),
+        ("earlier responses", counts.accepted_earlier),
+    ]
+    origins = ", ".join(f"{accepted / max(1, counts.accepted):.0%} from {kind}" for kind, accepted in kinds)
+    return f"of {counts.drafted:,} drafted tokens: {origins}" if counts.drafted else ""
 
 
 def _note_turns(report: RunReport) -> str:
@@ -149,6 +169,12 @@ FIGURES = (
         value=lambda r: None if (found := _turns_of(r)) is None else found.mean,
         format="{:.2f}".format,
         note=_note_turns,
+    ),
+    Figure(
+        name="accepted drafts",
+        value=lambda r: _drafts(r).accepted / _drafts(r).drafted if _drafts(r).drafted else None,
+        format="{:.0%}".format,
+        note=_note_drafts,
     ),
     Figure(name="hand-overs", value=_hand_overs, format="{:.1%}".format, note=_note_hand_overs),
     Figure(

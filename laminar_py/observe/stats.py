@@ -9,11 +9,12 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from laminar_py.ledger.row_files import read_rows
+from laminar_py.records.engine import DraftCounts
 from laminar_py.records.host import Clock
 from laminar_py.records.metrics import FleetRow, ReplayFigures, StepMetrics, StepRow, TurnFigures
 from laminar_py.records.replica import ReplicaReport
@@ -35,6 +36,7 @@ class ReplicaActivity:
     waiting: int = 0
     kv_used: int = 0  # tokens in its KV cache
     kv_capacity: int = 1  # tokens
+    drafts: DraftCounts = field(default_factory=DraftCounts)  # of its engine since it started
     seen_s: float = 0.0  # when the report came
 
     @property
@@ -103,6 +105,7 @@ class Stats:
         self._cuts: list[bool] = []  # whether a cap ended it, of each response scored since the last step
         self._not_finite = set[str]()  # metrics with a logged warning
         self._lengths = Counter[int]()  # response lengths since the last step
+        self._drafts = DraftCounts()  # since the last step
         self._turns: list[tuple[int, float]] = []  # (turns, seconds of environment) since the last step
         self._step_began: tuple[float, float] | None = None
         self._learner_free_rl_s = totals.rl_s  # RL time when the previous step was committed
@@ -135,6 +138,10 @@ class Stats:
         activity.seen_s = now
         activity.version, activity.running, activity.waiting = status.version, status.running, status.waiting
         activity.kv_used, activity.kv_capacity = status.kv_used, status.kv_capacity
+        if status.drafts.drafted < activity.drafts.drafted:  # another engine started
+            activity.drafts = DraftCounts()
+        self._drafts = self._drafts.plus(status.drafts).plus(activity.drafts, times=-1)
+        activity.drafts = status.drafts
         self.next_report.set()
 
     def add_score(self, reward: float, terms: Sequence[TermValue], length: int, *, cut: bool) -> None:
@@ -216,6 +223,7 @@ class Stats:
             skipped=learned.skipped,
             by_staleness=learned.by_staleness,
             critic=learned.critic,
+            drafts=self._drafts,
             reward_terms={name: _mean(values) for name, values in self._terms.items()},
             **(self._reward_figures() | learned.mismatch.figures | learned.tokens.figures),
         )
@@ -225,6 +233,7 @@ class Stats:
         """Update the totals from a row and return the row; log the first time that a metric is not finite."""
         self._rewards, self._terms, self._cuts, self._deviations, self._turns = [], {}, [], [], []
         self._lengths.clear()
+        self._drafts = DraftCounts()
         self.totals.generated_tokens = row.generated_tokens
         self.totals.versions_alive_max = max(self.totals.versions_alive_max, row.versions_alive)
         if names := [name for name in row.not_finite if name not in self._not_finite]:

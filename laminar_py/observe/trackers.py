@@ -46,7 +46,7 @@ def flat_row(row: StepRow) -> dict[str, float]:
         f"staleness_{bucket.replace('+', '_up')}": figures for bucket, figures in rest.pop("by_staleness").items()
     }
     terms = short_terms(rest.pop("reward_terms"))
-    groups = {name: rest.pop(name) for name in ("order", "turns", "replay")} | {"reward": terms}
+    groups = {name: rest.pop(name) for name in ("order", "turns", "replay", "drafts")} | {"reward": terms}
     groups["critic"] = rest.pop("critic") or {}
     flat = _numbers({"run": rest, "tokens": tokens, **groups, **ages})
     wrong = row.not_finite

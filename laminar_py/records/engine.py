@@ -6,7 +6,7 @@ A replica calls an engine. `tests/engines/engine_conformance.py` tests the behav
 from collections.abc import AsyncIterator, Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import msgspec
 
@@ -94,6 +94,37 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     routed_experts: RoutedExperts | None = None  # in the last delta, from position `GenerateRequest.routed` on
 
 
+class DraftCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Draft tokens of speculation, and the accepted ones among them, by the text that they are from.
+
+    E.g. `DraftCounts(drafted_earlier=120, accepted_earlier=96)`. Each response has texts of three kinds: itself,
+    other responses to its prompt that are under way, and finished ones.
+    """
+
+    drafted_own: int = 0
+    drafted_sibling: int = 0
+    drafted_earlier: int = 0
+    accepted_own: int = 0
+    accepted_sibling: int = 0
+    accepted_earlier: int = 0
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens of all kinds."""
+        return self.drafted_own + self.drafted_sibling + self.drafted_earlier
+
+    @property
+    def accepted(self) -> int:
+        """Accepted tokens of all kinds."""
+        return self.accepted_own + self.accepted_sibling + self.accepted_earlier
+
+    def plus(self, other: Self, *, times: int = 1) -> Self:
+        """Return the sum of these counts and `times` other ones."""
+        mine, others = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
+        pairs = zip(self.__struct_fields__, mine, others, strict=True)
+        return type(self)(**{name: one + times * two for name, one, two in pairs})
+
+
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Load of an engine, e.g. `EngineStatus(running=64, waiting=3, kv_used=5120, kv_capacity=131072, version=7)`.
 
@@ -105,6 +136,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     kv_used: int  # tokens
     kv_capacity: int  # tokens
     version: int  # -1 before the first load
+    drafts: DraftCounts = DraftCounts()  # since the engine started
 
 
 class InferenceEngine(Protocol):

@@ -8,6 +8,7 @@ from math import nan
 
 import msgspec
 
+from laminar_py.records.engine import DraftCounts
 from laminar_py.records.proofs import StepProof
 
 
@@ -199,6 +200,7 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     order: OrderFigures = OrderFigures()
     critic: CriticFigures | None = None  # None: the algorithm has none
     replay: ReplayFigures = ReplayFigures()
+    drafts: DraftCounts = DraftCounts()  # since the last step
 
     @property
     def trained(self) -> bool:

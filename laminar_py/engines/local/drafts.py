@@ -22,6 +22,7 @@ from laminar_py.engines.local.attention import Drafts
 from laminar_py.engines.local.prefill import Job
 from laminar_py.engines.local.slots import Slots
 from laminar_py.records.codec import IntArray
+from laminar_py.records.engine import DraftCounts
 
 MOST_DRAFT = 15  # tokens; a sequence grows by less than a block of the KV cache in one step
 SHORTEST, LONGEST = 2, 8  # tokens that a text has in common with a response when a draft continues it
@@ -37,11 +38,11 @@ Numbers = npt.NDArray[np.float64]
 
 
 class Origin(StrEnum):
-    """Text that a draft is from."""
+    """Text that a draft is from; see `DraftCounts`."""
 
-    OWN = "own"  # the response itself
-    SIBLING = "sibling"  # another response under way
-    EARLIER = "earlier"  # a finished response
+    OWN = "own"
+    SIBLING = "sibling"
+    EARLIER = "earlier"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +170,7 @@ class Drafter:
         self._choices: defaultdict[int, Choice] = defaultdict(Choice)  # by the bits of the number of rows
         self._times = StepTimes()
         self._num_steps = {False: 0, True: 0}  # without drafts and with drafts
-        self.drafted: dict[Origin, int] = dict.fromkeys(Origin, 0)  # tokens so far
-        self.accepted: dict[Origin, int] = dict.fromkeys(Origin, 0)
+        self.counts = DraftCounts()  # other threads read it
 
     def wants(self, num_rows: int) -> bool:
         """Return True if a step of so many rows should draft."""
@@ -206,8 +206,8 @@ class Drafter:
         share = self._shares[followed.match]
         self._shares[followed.match] += tried / (MEMORY + tried) * (accepted / tried - share)
         origin = followed.texts.origin(followed.place, job.slot)
-        self.drafted[origin] += drafted
-        self.accepted[origin] += accepted
+        found = DraftCounts(**{f"drafted_{origin}": drafted, f"accepted_{origin}": accepted})
+        self.counts = self.counts.plus(found)
 
     def finished(self, job: Job, response: IntArray) -> None:
         """Keep a finished response for other responses to its prompt."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from laminar_py.engines.base import RequestScheduler
 from laminar_py.engines.local.attention import Drafts, plan_decode
@@ -24,7 +25,7 @@ from laminar_py.engines.local.sampling import uniforms
 from laminar_py.engines.local.slots import Rows, Slots, State
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.codec import FloatArray, IntArray
-from laminar_py.records.engine import EngineLostError, GenerateRequest
+from laminar_py.records.engine import EngineLostError, EngineStatus, GenerateRequest
 from laminar_py.records.pieces import Recording, RoutedExperts, SamplingMask, join_experts
 from laminar_py.records.proofs import WeightsChecksum
 from laminar_py.records.trajectory import FinishReason
@@ -75,6 +76,11 @@ class Scheduler(RequestScheduler[Job]):
     def kv_used(self) -> int:
         """Tokens that the slots hold in the KV cache, or will hold after their prefill."""
         return self._slots.kv_used
+
+    def status(self) -> EngineStatus:
+        """See `RequestScheduler.status`; with the drafts so far."""
+        status = super().status()
+        return status if self._drafter is None else replace(status, drafts=self._drafter.counts)
 
     def load_weights(self, folder: Path, version: int) -> None:
         """Load the weights in `folder` as `version`, and drop kept caches of older weights.
