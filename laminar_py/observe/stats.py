@@ -224,7 +224,6 @@ class Stats:
             by_staleness=learned.by_staleness,
             critic=learned.critic,
             drafts=self._drafts,
-            reward_terms={name: _mean(values) for name, values in self._terms.items()},
             **(self._reward_figures() | learned.mismatch.figures | learned.tokens.figures),
         )
         return self._record_row(row)
@@ -258,6 +257,7 @@ class Stats:
             "reward_std": _mean(self._deviations),
             "frac_reward_zero_std": _mean([deviation == 0.0 for deviation in self._deviations]),
             "clipped_ratio": _mean(self._cuts),
+            "reward_terms": {name: _mean(values) for name, values in self._terms.items()},
         }
 
     def fleet_row(

@@ -119,7 +119,7 @@ def plan_decode(
 
 
 class DecodeAttention:
-    """Attention of the queries of B sequences against all N blocks in use.
+    """Attention of all queries against all N blocks in use.
 
     Every block belongs to one row. Each block computes its scores and its share of the outputs alone; then each
     row adds up its shares. The highest score of a query is subtracted before the exponential, as in the split

@@ -54,9 +54,9 @@ class Texts:
     parts: dict[int, range]  # by slot, the places of its response
 
     def find(self, last: Sequence[int]) -> tuple[int, int] | None:
-        """Find the longest run of tokens that ends `last` and goes on elsewhere; of equal runs the latest.
+        """Find the longest run of tokens that ends `last` and occurs before other tokens; of equal runs the latest.
 
-        Returns the place where it goes on, and the number of its tokens.
+        Returns the place of the token after it, and the number of its tokens.
         """
         places = np.flatnonzero(self.ids[:-1] == last[-1])
         places = places[self.ids[places + 1] != _START]
@@ -77,7 +77,7 @@ class Texts:
         return Origin.OWN if place in self.parts.get(slot, ()) else Origin.SIBLING
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Followed:
     """A response, and the text that it follows, if any: token `length` of it is expected to be `ids[place]`."""
 
@@ -147,7 +147,7 @@ class StepTimes:
         self._sums += (1, queries, seconds, queries * queries, queries * seconds)
 
     def at(self, queries: Numbers) -> Numbers:
-        """Return the seconds of steps of so many `queries [n]`; equal while all steps were of one size."""
+        """Return seconds [n] of steps by their number of queries [n]; all equal while all steps were of one size."""
         weight, total, seconds, squares, products = self._sums.tolist()
         spread = weight * squares - total * total
         if spread <= 1e-3 * weight * weight:
@@ -166,8 +166,8 @@ class Drafter:
         self._finished: OrderedDict[bytes, deque[IntArray]] = OrderedDict()  # by prompt; the last used last
         self._num_kept = 0  # their tokens
         self._followed: dict[Job, Followed] = {}
-        self._shares: Numbers = np.full(LONGEST + 1, 0.8)  # accepted tokens of those that were reached, by match
-        self._choices: defaultdict[int, Choice] = defaultdict(Choice)  # by the bits of the number of rows
+        self._shares: Numbers = np.full(LONGEST + 1, 0.8)  # accepted tokens among reached ones, by match
+        self._choices: defaultdict[int, Choice] = defaultdict(Choice)  # by bits of the number of rows
         self._times = StepTimes()
         self._num_steps = {False: 0, True: 0}  # without drafts and with drafts
         self.counts = DraftCounts()  # other threads read it
@@ -233,7 +233,7 @@ class Drafter:
         for job, limit in zip(jobs, limits, strict=True):
             followed = self._followed.get(job)
             if followed is None:
-                followed = self._followed[job] = Followed(job.request.prompt_ids.tobytes())
+                followed = self._followed[job] = Followed(prompt=job.request.prompt_ids.tobytes())
             response = self._slots.ids[job.slot, : self._slots.num_response[job.slot]]
             if not followed.catch_up(response) and len(response) >= followed.looks_at:
                 texts = by_prompt.get(followed.prompt) or self._texts(followed.prompt)

@@ -140,8 +140,7 @@ def replica_server(
         "incremental-streaming-output": True,
         "skip-tokenizer-init": True,
     }
-    defaults |= _feature_flags(record, lora, mask_tokens)
-    defaults |= {"speculative-algorithm": "NGRAM"} if speculates else {}
+    defaults |= _feature_flags(record, lora, mask_tokens, speculates=speculates)
     return ServerSpec(
         python=python,
         model_dir=model_dir,
@@ -166,9 +165,12 @@ def check_flags(flags: Flags, device: Device) -> None:
     _with_users_flags({}, flags, device, field="rollout.engine.flags", reserved=_RESERVED)
 
 
-def _feature_flags(record: tuple[Recording, ...], lora: LoraConfig | None, mask_tokens: int) -> dict[str, Flag]:
-    """Flags of a server that records, or serves adapters."""
+def _feature_flags(
+    record: tuple[Recording, ...], lora: LoraConfig | None, mask_tokens: int, *, speculates: bool
+) -> dict[str, Flag]:
+    """Flags of a server that records, speculates or serves adapters."""
     flags: dict[str, Flag] = {"enable-return-routed-experts": Recording.ROUTED_EXPERTS in record}
+    flags["speculative-algorithm"] = "NGRAM" if speculates else False
     # ties with the last token of top_k make a longer mask, and the server ends a request with a longer mask
     if Recording.SAMPLING_MASK in record and 2 * mask_tokens > MASK_TOKENS:
         flags["sampling-mask-max-tokens"] = 2 * mask_tokens
