@@ -54,7 +54,7 @@ class Texts:
     parts: dict[int, range]  # by slot, the places of its response
 
     def find(self, last: Sequence[int]) -> tuple[int, int] | None:
-        """Find the longest run of tokens that ends `last` and occurs before other tokens; of equal runs the latest.
+        """Find the longest run of tokens that ends `last` and stands before another token; of equal ones the last.
 
         Returns the place of the token after it, and the number of its tokens.
         """
@@ -147,7 +147,7 @@ class StepTimes:
         self._sums += (1, queries, seconds, queries * queries, queries * seconds)
 
     def at(self, queries: Numbers) -> Numbers:
-        """Return seconds [n] of steps by their number of queries [n]; all equal while all steps were of one size."""
+        """Return seconds [n] of steps by their number of queries [n]; equal while all steps had one size."""
         weight, total, seconds, squares, products = self._sums.tolist()
         spread = weight * squares - total * total
         if spread <= 1e-3 * weight * weight:
@@ -167,7 +167,7 @@ class Drafter:
         self._num_kept = 0  # their tokens
         self._followed: dict[Job, Followed] = {}
         self._shares: Numbers = np.full(LONGEST + 1, 0.8)  # accepted tokens among reached ones, by match
-        self._choices: defaultdict[int, Choice] = defaultdict(Choice)  # by bits of the number of rows
+        self._choices: defaultdict[int, Choice] = defaultdict(Choice)  # by bits of their number of rows
         self._times = StepTimes()
         self._num_steps = {False: 0, True: 0}  # without drafts and with drafts
         self.counts = DraftCounts()  # other threads read it

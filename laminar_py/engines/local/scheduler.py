@@ -129,7 +129,7 @@ class Scheduler(RequestScheduler[Job]):
             self._dispatch(rows)
 
     def _speculate(self, rows: Rows, drafter: Drafter) -> None:
-        """Add tokens to every decoding slot: of its draft those that it samples, and one more."""
+        """Add to every decoding slot the tokens of its draft that it samples, and one more."""
         began, before, num_rows = time.thread_time(), self._slots.kv_used, len(rows.slots)
         positions = self._slots.last_positions(rows.slots)
         has_room = self._kv_capacity - before >= num_rows * (1 + MOST_DRAFT)

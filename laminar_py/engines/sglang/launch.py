@@ -139,8 +139,8 @@ def replica_server(
         "stream-interval": stream_interval,
         "incremental-streaming-output": True,
         "skip-tokenizer-init": True,
+        **_feature_flags(record, lora, mask_tokens, speculates=speculates),
     }
-    defaults |= _feature_flags(record, lora, mask_tokens, speculates=speculates)
     return ServerSpec(
         python=python,
         model_dir=model_dir,
