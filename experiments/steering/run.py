@@ -35,17 +35,17 @@ COMMON = ("steps=100000", "rollout.batch_per_replica=1024", "buffer.capacity=409
 class Task:
     """A task, its seconds of RL, its settings, and the evaluation sets whose mean accuracy counts."""
 
-    config: str
+    config: Path
     seconds: int
     settings: tuple[str, ...]
     sets: tuple[str, ...]
 
 
 TASKS = {
-    "quickstart": Task(config="configs/quickstart.yaml", seconds=30, settings=(), sets=("heldout",)),
+    "quickstart": Task(config=Path("configs/quickstart.yaml"), seconds=30, settings=(), sets=("heldout",)),
     "countdown": Task(
-        config="experiments/countdown/countdown.yaml",
-        seconds=90,
+        config=Path("experiments/countdown/countdown.yaml"),
+        seconds=150,
         settings=(
             "learner.decay=none",  # a decay counts steps, and the number of steps differs
             *(f"eval.sets.{name}.every_steps=null" for name in ("one_change", "two_changes", "short")),
@@ -55,6 +55,7 @@ TASKS = {
         sets=("short", "one_change", "two_changes"),
     ),
 }
+COLLAPSE_S = 60  # of RL
 COLLAPSE = ("learner.lr=1e-2", f"{BOUND}=8", "algorithm.clip_high=1e9", "algorithm.importance_cap=null")
 
 
@@ -76,7 +77,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 def measure(task: Task, name: str, seed: int, settings: Sequence[str], *, seconds: int) -> Outcome:
     """Train for `seconds` of RL, and evaluate at the end."""
     given = [f"name={name}", f"seed={seed}", f"max_rl_seconds={seconds}", *COMMON, *task.settings, *settings]
-    done = train(Path(task.config), given, limit_s=LIMIT_S)
+    done = train(task.config, given, limit_s=LIMIT_S)
     last = {one.set_name: one.mean for one in done.summary.evaluations}
     with reading(done.folder) as connection:
         events = list(read_events(connection, SettingChanged, Alarmed))
@@ -152,14 +153,14 @@ def main() -> None:
     parser.add_argument("--bounds", nargs="+", type=int, default=list(BOUNDS), help="fixed bounds")
     parser.add_argument("--seconds", type=int, help="seconds of RL; default: of each task")
     args = parser.parse_args()
-    configs = [Path(task.config) for task in TASKS.values()]
+    configs = [task.config for task in TASKS.values()]
     kept = KeptResults(KEPT, sources=[HERE, *configs], settings="")
     found: list[Row] = []
     for name in args.tasks:
         seconds = args.seconds or TASKS[name].seconds
         outcomes = measure_task(kept, name, num_seeds=args.seeds, bounds=args.bounds, seconds=seconds)
         found += rows(name, outcomes, seconds=seconds)
-    seconds = args.seconds or TASKS["quickstart"].seconds
+    seconds = args.seconds or COLLAPSE_S
     planted = [*COLLAPSE, f"staleness.control.max={max(BOUNDS)}"]
     run = partial(measure, TASKS["quickstart"], "collapse", 0, planted, seconds=seconds)
     found += collapse_rows(kept.get(f"collapse-{seconds}", Outcome, run))

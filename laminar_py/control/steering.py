@@ -3,13 +3,13 @@
 `control.live_settings` owns it and applies its changes. It weighs two costs over a window of steps. A tight bound
 costs time, since the learner waits for groups that may not begin yet. A wide bound costs signal: the effective
 sample size of old data falls. The number of groups in flight follows the bound (`Admission.limit`). At the end of
-a window, the first of these rules that applies changes the bound by 1:
+a window, the first of these rules that applies changes the bound, the first three by 1:
 
 1. The oldest data is less effective than `least_effective`: lower.
 2. The last rise did not let the learner work more of the time: undo it, and rise again only once the learner
    waits much more.
 3. The learner waits for a tenth of the time, and little is lost to old data: rise.
-4. A whole further batch lay ready at every step: lower, which makes data fresher and costs nothing.
+4. Whole further batches lay ready at every step: lower, by as many, which makes data fresher and costs nothing.
 
 A collapse lowers the bound to its least at once: the reward falls clearly while old data has lost its signal.
 Means of the reward over a few steps are too noisy to judge a single change by, so only a collapse reads them.
@@ -139,7 +139,8 @@ class StalenessSteering:
             )
             yield Change(BOUND, bound + 1, why)
         elif bound > least and window.waits <= LITTLE and window.spare:
-            yield Change(BOUND, bound - 1, "a further batch always lies ready, so fresher data costs nothing")
+            why = "further batches always lie ready, so fresher data costs nothing"
+            yield Change(BOUND, max(least, bound - window.spare), why)
 
     def _may_rise(self, window: Window) -> bool:
         """Whether the learner waits enough, and old data loses little, also less than the waits."""

@@ -147,6 +147,8 @@ def test_the_bound_stays_where_waits_cost_less_than_old_data():
 def test_batches_that_lie_ready_lower_the_bound_until_none_does():
     run = Run(bound=6).go(300, spare=lambda run: max(0, run.bound - 3))
     assert (run.bound, run.turns) == (3, 0)
+    assert Run(bound=6, min=2).go(300, spare=9).bound == 2
+    assert Run(bound=6).go(300, spare=9, waits=0.05).bound == 6, "the learner waits although batches lie ready"
 
 
 def test_publishes_that_delay_the_learner_become_rarer_within_the_limit():

@@ -1,0 +1,87 @@
+"""Requests of `laminar set`: taken while the learner has no batch, refused in one line, shown and recorded."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from laminar_py.config.loading import load_config
+from laminar_py.ledger.requests import write_wanted
+from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.records.events import SettingChanged
+from laminar_py.runtime.orchestrator import requests as requests_module
+from laminar_py.runtime.orchestrator.requests import SettingRequests
+from tests.control.fleet import Fleet
+from tests.control.test_steering import ROW
+from tests.orchestrator.test_fleet import NO_SETS, DiskLog
+from tests.runs.runs import REPO
+from tests.workers.fakes import make_incarnation
+
+PATIENCE = 20_000  # looks, a millisecond or more apart
+BOUND = "staleness.max_staleness"
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """Requests whose loop looks all the time, their scheduler, and what they show, raise and have grown."""
+    monkeypatch.setattr(requests_module, "HOUSEKEEPING_S", 0.001)
+    log, seen = DiskLog(), SimpleNamespace(lines=[], alarms=[], grown=[], path=tmp_path)
+    fleet = Fleet(max_staleness=4, recorder=log)
+    placement = SimpleNamespace(needs=SimpleNamespace(gone=frozenset()))
+    requests = SettingRequests(
+        make_incarnation(
+            config=load_config(REPO / "configs/quickstart.yaml", []),
+            run=RunFolder(tmp_path),
+            ledger=log,
+            inputs=NO_SETS,
+            placement=placement,
+        ),
+        scheduler=fleet.scheduler,
+        replicas=SimpleNamespace(left={}),
+        scoring=SimpleNamespace(grow=seen.grown.append),
+        dispatch_loop=SimpleNamespace(wake=lambda: None),
+        alarms=SimpleNamespace(show_line=seen.lines.append, tell=lambda *alarm: seen.alarms.append(alarm)),
+    )
+    return requests, fleet.scheduler, seen
+
+
+async def until(condition):
+    for _ in range(PATIENCE):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it did not happen")
+
+
+def changes(scheduler):
+    return [one for one in scheduler.state.recorder.events if isinstance(one, SettingChanged)]
+
+
+async def test_a_request_is_recorded_and_shown_and_a_wrong_one_is_a_line(made):
+    requests, scheduler, seen = made
+    loop = asyncio.create_task(requests.run())
+    write_wanted(seen.path, ["learner.lr=1", f"{BOUND}=2", "buffer.capacity=800"])
+    await until(lambda: len(seen.lines) == 3)
+    loop.cancel()
+    assert "a running run takes" in seen.lines[0]
+    assert seen.lines[1] == f"step 0: {BOUND} 4 -> 2"
+    assert [(one.name, one.value, one.by) for one in changes(scheduler)] == [
+        (BOUND, 2, "user"),
+        ("buffer.capacity", 800, "user"),
+    ]
+    assert max(seen.grown) > 800, "the queue before scorers has room"
+
+
+async def test_a_request_waits_until_the_learner_has_no_batch(made):
+    requests, scheduler, seen = made
+    scheduler.state.num_in_step = 4
+    loop = asyncio.create_task(requests.run())
+    write_wanted(seen.path, [f"{BOUND}=2"])
+    await until(lambda: not list(seen.path.iterdir()))
+    await asyncio.sleep(0.01)
+    assert scheduler.state.settings.bound.max_staleness == 4
+    loop.cancel()
+    scheduler.state.num_in_step = 0
+    requests.stepped(ROW, SimpleNamespace(spare=0))
+    assert scheduler.state.settings.bound.max_staleness == 2
+    assert seen.alarms == [("staleness", "learner", "")], "no words, no alarm"
