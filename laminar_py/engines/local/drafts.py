@@ -167,7 +167,7 @@ class Drafter:
         self._num_kept = 0  # their tokens
         self._followed: dict[Job, Followed] = {}
         self._shares: Numbers = np.full(LONGEST + 1, 0.8)  # accepted tokens among reached ones, by match
-        self._choices: defaultdict[int, Choice] = defaultdict(Choice)  # by bits of their number of rows
+        self._choices: defaultdict[int, Choice] = defaultdict(Choice)  # by the bits of a step's rows
         self._times = StepTimes()
         self._num_steps = {False: 0, True: 0}  # without drafts and with drafts
         self.counts = DraftCounts()  # other threads read it
