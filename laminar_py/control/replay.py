@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.config.replay import ReplayBy, ReplayConfig
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.trajectory import TrajectoryRef
 
 
@@ -23,6 +24,7 @@ class PooledGroup:
     step: int
     members: list[TrajectoryRef]  # as they were consumed, without the weight of their staleness
     replays: list[int] = field(default_factory=list)  # steps, ascending
+    rows: list[LiveTrajectory] = field(default_factory=list)  # held, so that the ledger need not read them again
 
     @property
     def oldest_version(self) -> int:
