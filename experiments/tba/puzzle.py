@@ -1,8 +1,11 @@
 """Puzzles with few of many answers right: put operators between seven given numbers so that they make a target.
 
-Operators go between the numbers, which keep their order, and are applied from left to right. To
-`3 8 5 2 9 4 7=41?` an answer is six of `+-*`, e.g. `+-*+-*`. Of the 729 answers to a puzzle four to eight are
-right, so a guess succeeds in about one case of 120, and no puzzle has a single answer.
+Operators go between the numbers, which keep their order, and are applied from left to right. To 3 8 5 2 9 4 7 and
+41 an answer is six of `+-*`, e.g. `+-*+-*`. Of the 729 answers to a puzzle four to eight are right, so a guess
+succeeds in about one case of 120, and no puzzle has a single answer.
+
+The model sees the name of a puzzle alone, e.g. `#17`, one token. So an answer to one puzzle says nothing about
+another, and all that it can do is search.
 """
 
 import random
@@ -15,9 +18,11 @@ NUMBERS = range(1, 10)
 COUNT = 7  # numbers of a puzzle
 TARGETS = range(10, 100)
 RIGHT = range(4, 9)  # right answers of a puzzle
+NUM_PUZZLES = 32
 
-WORDS = (*" =?", *OPERATORS, *map(str, range(10)))
-WORD_PATTERN = "."  # every character is a word
+NAMES = tuple(f"#{number}" for number in range(NUM_PUZZLES))
+WORDS = (*OPERATORS, *NAMES)
+WORD_PATTERN = r"#\d+|."  # one match is one word
 ANSWERS = tuple(map("".join, product(OPERATORS, repeat=COUNT - 1)))
 
 
@@ -27,11 +32,6 @@ class Puzzle:
 
     numbers: tuple[int, ...]
     target: int
-
-    @property
-    def prompt(self) -> str:
-        """`3 8 5 2 9 4 7=41?`"""
-        return f"{' '.join(map(str, self.numbers))}={self.target}?"
 
     @property
     def right(self) -> list[str]:

@@ -125,12 +125,15 @@ class Consumption:
         (`Ledger.together`).
         """
         num_fresh, pairs = batch.num_fresh, zip(batch.trajectories, batch.staleness, strict=True)
+        rows: dict[str, list[LiveTrajectory]] = {}
         for place, (trajectory, staleness) in enumerate(pairs, 1):
             if place % COMMITTED_AT_ONCE == 0:
                 await asyncio.sleep(0)
             kind: type[Consumed] | type[Replayed] = Consumed if place <= num_fresh else Replayed
             if kind is Consumed:
-                self._undoable.append((step, self._state.live[trajectory.id]))
+                member = self._state.live[trajectory.id]
+                self._undoable.append((step, member))
+                rows.setdefault(member.group_id, []).append(member)
             self._state.record(
                 kind(
                     trajectory_id=trajectory.id,
@@ -143,7 +146,9 @@ class Consumption:
         self._pool.record(batch.replayed, step)
         for group in batch.groups:
             del self._state.groups[group.group_id]
-            self._pool.add(PooledGroup(id=group.group_id, step=step, members=group.members))
+            self._pool.add(
+                PooledGroup(id=group.group_id, step=step, members=group.members, rows=rows.get(group.group_id, []))
+            )
         self._state.num_in_step = self._state.num_missing = 0
         self._state.ages.record_step(learned=bool(batch.trajectories))
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.config.replay import ReplayBy, ReplayConfig
+from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.trajectory import TrajectoryRef
 
 
@@ -23,11 +24,11 @@ class PooledGroup:
     step: int
     members: list[TrajectoryRef]  # as they were consumed, without the weight of their staleness
     replays: list[int] = field(default_factory=list)  # steps, ascending
+    rows: list[LiveTrajectory] = field(default_factory=list)  # held, so that the ledger need not read them again
 
-    @property
-    def oldest_version(self) -> int:
-        """Lowest version of a token in the group."""
-        return min(member.oldest_version for member in self.members)
+    def age(self, age_of: Callable[[int], int]) -> int:
+        """Return the staleness of its most stale member; a later version is older if a rollback undid it."""
+        return max(age_of(member.oldest_version) for member in self.members)
 
     @property
     def reward(self) -> float:
@@ -65,7 +66,7 @@ class ReplayPool:
 
         The draw changes nothing: `record` does, once the step is committed.
         """
-        young = [group for group in self.groups if age_of(group.oldest_version) <= self._replay.max_age]
+        young = [group for group in self.groups if group.age(age_of) <= self._replay.max_age]
         count = min(self._wanted, len(young))
         if not count:
             return []

@@ -7,7 +7,7 @@ changes nothing; that is a bug, and it ends the run (law 1).
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from math import isfinite
@@ -208,6 +208,10 @@ class Machine:
         """Return a consumed trajectory, from the record if no code refers to it; None if it is not consumed."""
         row = self._ended.get(trajectory_id) or self._recall(trajectory_id)
         return row if row is not None and row.status is Status.CONSUMED else None
+
+    def hold(self, rows: Iterable[LiveTrajectory]) -> None:
+        """Know consumed trajectories of an earlier controller without reading them, as long as the caller does."""
+        self._ended.update({row.id: row for row in rows})
 
     def accounting(self) -> Accounting:
         """Return counts of issued, consumed, dropped and live trajectories; each call counts `live` again."""

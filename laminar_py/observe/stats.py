@@ -191,7 +191,7 @@ class Stats:
     ) -> StepRow:
         """Return the row of a committed step, and begin the figures of the next step."""
         learned, totals, now = metrics or NOTHING_LEARNED, self.totals, self.rl_s
-        waited_s, reference_s = self._close_step(now, batch, learned)
+        closed = self._close_step(now, batch, learned)
         row = StepRow(
             step=step,
             version=version,
@@ -212,8 +212,6 @@ class Stats:
             kv_use=self.kv_use,
             publish_stall_s=stall_s,
             reference_busy_s=totals.reference_busy_s,
-            waited_s=waited_s,
-            reference_s=reference_s,
             learner_tokens_per_s=learned.tokens_per_s,
             learner_flops_per_s=learned.flops_per_s,
             mfu=learned.mfu,
@@ -224,7 +222,7 @@ class Stats:
             by_staleness=learned.by_staleness,
             critic=learned.critic,
             drafts=self._drafts,
-            **(self._reward_figures() | learned.mismatch.figures | learned.tokens.figures),
+            **(closed | self._reward_figures() | learned.mismatch.figures | learned.tokens.figures),
         )
         return self._record_row(row)
 
@@ -240,7 +238,7 @@ class Stats:
             log.warning("step %d: not finite, so null in metrics.jsonl: %s", row.step, ", ".join(names))
         return row
 
-    def _close_step(self, now: float, batch: Sequence[TrajectoryRef], learned: StepMetrics) -> tuple[float, float]:
+    def _close_step(self, now: float, batch: Sequence[TrajectoryRef], learned: StepMetrics) -> dict[str, float]:
         """End the step's figures at RL time `now`, with its `batch`; return its seconds of wait and reference."""
         self.totals.trained_tokens += sum(num_sampled(trajectory.spans) for trajectory in batch)
         self.totals.reference_busy_s += learned.reference_s
@@ -248,7 +246,7 @@ class Stats:
         waited_s = (now if began is None else began) - self._learner_free_rl_s
         reference_s = self.totals.reference_busy_s - self._reference_s
         self._learner_free_rl_s, self._batch_rl_s, self._reference_s = now, None, self.totals.reference_busy_s
-        return waited_s, reference_s
+        return {"waited_s": waited_s, "reference_s": reference_s}
 
     def _reward_figures(self) -> dict[str, Any]:
         """Return the figures of rewards since the previous step, NaN without any."""

@@ -74,7 +74,7 @@ def test_the_pool_is_a_function_of_steps_that_no_rollback_undid(actions, by):
             replays += [(one.id, step) for one in again]
             assert len(again) <= WANTED
             assert len({one.id for one in again}) == len(again)
-            assert all(step - 1 - one.oldest_version <= MAX_AGE for one in again)
+            assert all(one.age(partial(sub, step - 1)) <= MAX_AGE for one in again)
         elif action == "checkpoint":
             saved = step
             pool.checkpointed(saved)
@@ -102,6 +102,15 @@ def test_groups_beyond_the_bound_are_not_drawn_and_stay():
     pool = filled(make_pool(), [0.0] * CAPACITY)
     assert not pool.draw(9, age_of=lambda version: MAX_AGE + 1)
     assert len(pool.draw(9, age_of=lambda version: MAX_AGE)) == WANTED
+
+
+def test_a_group_is_as_old_as_its_most_stale_member():
+    """Version 2 is of steps that a rollback undid, so it is older than version 1."""
+    pool, one = make_pool(), group(0)
+    one.members[1] = make_finished("g0.1", version=2)
+    pool.add(one)
+    assert pool.draw(1, age_of={0: 1, 2: MAX_AGE}.__getitem__) == [one]
+    assert pool.draw(1, age_of={0: 1, 2: MAX_AGE + 1}.__getitem__) == []
 
 
 def test_priorities():
@@ -166,7 +175,10 @@ def described(member):
 
 async def test_a_step_waits_for_its_new_groups_only_and_replays_what_earlier_steps_consumed():
     fleet = make_fleet()
-    batches = [await make_step(fleet) for _ in range(3)]
+    batches = []
+    for step in range(1, 4):
+        batches.append(await make_step(fleet))
+        fleet.scheduler.consumption.checkpointed(step)  # so that only the pool refers to what was consumed
     assert [len(batch.groups) for batch in batches] == [2, 2, 2]
     assert [len(batch.replayed) for batch in batches] == [0, 2, 2]
     assert [batch.num_fresh for batch in batches] == [4, 4, 4]

@@ -37,7 +37,7 @@ def scored(one, response):
     fields = msgspec.json.encode({"numbers": one.numbers, "target": one.target})
     request = ScoringRequest(
         trajectory_id="a",
-        prompt=one.prompt,
+        prompt="",
         response=response,
         answer="",
         finish_reason=FinishReason.STOP,
