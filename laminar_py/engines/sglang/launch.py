@@ -121,9 +121,9 @@ def replica_server(
 ) -> ServerSpec:
     """Describe a server of one replica, for trajectories of `max_len` tokens.
 
-    The server reads only the model's `config.json`, with `lora` also its weights, the base of adapters. `kv_capacity`
-    None fills the GPU's memory. Messages of a stream have `stream_interval` tokens; `mask_tokens` is the top-k of
-    masks. The user's `flags` override ours. Raises `ConfigError` for settings that can never start.
+    The server reads `config.json`, and with `lora` the weights beside it, the base of adapters. `kv_capacity=None`
+    fills the GPU's memory. Messages of a stream have `stream_interval` tokens; `mask_tokens` is the top-k of masks.
+    The user's `flags` override ours. Raises `ConfigError` for settings that can never start.
     """
     if device is Device.CPU and kv_capacity is None:
         raise ConfigError("rollout.kv_capacity=None: on a CPU it would take all memory; set a number of tokens")
