@@ -399,7 +399,7 @@ def _(module: ModuleType) -> None:
 @plant(
     "critic_is_not_in_optimizer",
     "laminar_py.learner.critic",
-    "optimizer",
+    ("optimizer", "checkpoint"),
     "the critic is not in its optimizer",
     settings=["algorithm.name=ppo"],
 )

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 
-import msgspec
 import psutil
 import pytest
 
@@ -19,7 +18,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.ledger.run_folder import new_run
 from laminar_py.runtime.cluster.placement import Needs, Node, make_plan
 from tests.launcher.experiments import BASE, make_experiment, program
-from tests.report.builders import make_step_row
+from tests.report.builders import make_step_row, write_rows
 
 COUNT = """
 starts = Path(changes["runs"]) / "starts"
@@ -192,7 +191,8 @@ async def test_a_run_that_crashes_or_is_stopped_once_is_resumed_and_finishes(tmp
 
 
 async def test_crashes_after_new_steps_do_not_add_up(tmp_path):
-    row = msgspec.json.encode(make_step_row(1, 10.0, trained_tokens=5000)).decode()
+    write_rows(tmp_path / "rows.jsonl", [make_step_row(1, 10.0, trained_tokens=5000)])
+    row = (tmp_path / "rows.jsonl").read_text().rstrip()
     text = f"""
 tries = len(starts.read_text())
 folder = Path(changes["runs"]) / f"{{changes['name']}}-1"

@@ -1,9 +1,9 @@
 """Arrays of a handful of trajectories, and real ledgers of some, for tests."""
 
-import msgspec
 import numpy as np
 
 from laminar_lab.report.trajectories import FINISHES, KINDS, REASONS, STATUSES, Trajectories
+from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.observe.summary import summarise
@@ -68,7 +68,10 @@ def make_step_row(step, rl_s, **given):
 
 def write_rows(path, rows):
     """A file of such rows, one a line."""
-    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    path.unlink(missing_ok=True)
+    with open_rows(path) as file:
+        for row in rows:
+            append_row(file, row)
 
 
 def summary_of(folder, **options):

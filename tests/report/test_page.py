@@ -47,6 +47,19 @@ def local_only(tab):
     return [url for url in tab.requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
+def test_a_critic_has_charts_beside_the_learners(run):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    names = [chart.name for chart in page.learner_panel(read_snapshot(run)).charts]
+    valued = [row | {"critic": {"value_loss": 0.5, "explained_variance": row["step"] / 100}} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in valued))
+    charts = page.learner_panel(read_snapshot(run)).charts
+    assert [chart.name for chart in charts[len(names) :]] == [
+        "loss of the critic",
+        "variance of targets that the critic explains",
+    ]
+    assert charts[-1].series[0].y == [row["step"] / 100 for row in rows]
+
+
 TWO_STEPS = "drawChart(byId('two'), { x: 'step', y: '', series: [{ name: 'reward', x: [1, 2], y: [0.1, 0.4] }] })"
 
 

@@ -21,7 +21,7 @@ from laminar_py.observe.trackers import (
     flat_settings,
 )
 from laminar_py.records.evaluations import set_figures
-from laminar_py.records.metrics import StepRow, TokenMetrics, TurnFigures
+from laminar_py.records.metrics import CriticFigures, StepRow, TokenMetrics, TurnFigures
 from laminar_py.runtime.preflight.inputs import check_inputs
 from tests.builders import make_answers, make_evaluated
 from tests.runs.runs import REPO
@@ -254,6 +254,15 @@ def test_the_names_that_people_know_are_these():
     )
     assert len(ours) > 12
     assert [name for name in ours if name not in flat_row(row) and not name.startswith("eval/")] == []
+
+
+def test_a_critic_has_figures_of_its_own():
+    valued = flat_row(msgspec.structs.replace(make_row(1), critic=CriticFigures(value_loss=0.25, skipped=1)))
+    assert (valued["critic/value_loss"], valued["critic/skipped"]) == (0.25, 1)
+    assert "critic/value_mean" not in valued, "it was not measured"
+    assert not any(name.startswith("critic") for name in flat_row(make_row(1)))
+    documented = set(re.findall(r"`(\w+)`", (REPO / "docs/metrics.md").read_text()))
+    assert set(CriticFigures.__struct_fields__) <= documented
 
 
 def test_what_a_cpu_cannot_say_is_left_out():
