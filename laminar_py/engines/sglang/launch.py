@@ -122,7 +122,7 @@ def replica_server(
     """Describe a server of one replica, for trajectories of `max_len` tokens.
 
     The server reads `config.json`, and with `lora` the weights beside it, the base of adapters. `kv_capacity=None`
-    fills the GPU's memory. Messages of a stream have `stream_interval` tokens; `mask_tokens` is the top-k of masks.
+    fills the GPU's memory. Stream messages have `stream_interval` tokens; `mask_tokens` is the top-k of masks.
     The user's `flags` override ours. Raises `ConfigError` for settings that can never start.
     """
     if device is Device.CPU and kv_capacity is None:
