@@ -58,9 +58,9 @@ class EngineConfig(Section):
 
     speculation: Speculation = Speculation.NONE
     """`ngram`: draft several tokens from other texts of a prompt, and verify them in one pass. `local` drafts from
-    the prompt's other responses, under way and earlier, where steps with drafts are faster; it samples the tokens
-    that single steps sample, but for rounding. `sglang`: the server's own n-gram drafts, on CUDA only and without
-    `rollout.record`; not measured."""
+    the prompt's other responses, under way and earlier, in steps that are faster by it. It samples the tokens that
+    single steps sample, but for rounding, which depends on measured times, so runs repeat no longer bit by bit.
+    `sglang`: the server's own n-gram drafts, on CUDA only and without `rollout.record`; not measured."""
 
     @property
     def gpus(self) -> int:

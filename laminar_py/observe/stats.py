@@ -138,9 +138,7 @@ class Stats:
         activity.seen_s = now
         activity.version, activity.running, activity.waiting = status.version, status.running, status.waiting
         activity.kv_used, activity.kv_capacity = status.kv_used, status.kv_capacity
-        if status.drafts.drafted < activity.drafts.drafted:  # another engine started
-            activity.drafts = DraftCounts()
-        self._drafts = self._drafts.plus(status.drafts).plus(activity.drafts, times=-1)
+        self._drafts = self._drafts.plus(status.drafts.since(activity.drafts))
         activity.drafts = status.drafts
         self.next_report.set()
 

@@ -118,11 +118,16 @@ class DraftCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         """Accepted tokens of all kinds."""
         return self.accepted_own + self.accepted_sibling + self.accepted_earlier
 
-    def plus(self, other: Self, *, times: int = 1) -> Self:
-        """Return the sum of these counts and `times` other ones."""
-        mine, others = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
-        pairs = zip(self.__struct_fields__, mine, others, strict=True)
-        return type(self)(**{name: one + times * two for name, one, two in pairs})
+    def plus(self, other: Self) -> Self:
+        """Return the sums of both counts."""
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
+        return type(self)(**dict(zip(self.__struct_fields__, (one + two for one, two in pairs), strict=True)))
+
+    def since(self, before: Self) -> Self:
+        """Return the counts since `before`; all, if any is lower, since another engine counts then."""
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(before), strict=True)
+        grown = [one - two for one, two in pairs]
+        return self if min(grown) < 0 else type(self)(**dict(zip(self.__struct_fields__, grown, strict=True)))
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):

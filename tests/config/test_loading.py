@@ -444,13 +444,3 @@ def test_engines_speculate_where_they_can():
             {**MINIMAL, "rollout": {"engine": {**engine, "speculation": "ngram"}}}
         ).rollout.engine
         assert section.speculation == "ngram"
-
-
-def test_the_advice_for_generation_names_an_algorithm_that_a_run_accepts():
-    def advised(**engine):
-        section = parse_config({**MINIMAL, "rollout": {"engine": {**SGLANG, **engine}}}).rollout.engine
-        return {setting: change for setting, change, _ in section.remedies()}
-
-    assert advised()["speculation"] == "none -> ngram"
-    assert advised(speculation="ngram").keys() == {"tensor_parallel"}
-    assert advised(device="cpu").keys() == {"tensor_parallel"}

@@ -4,54 +4,61 @@ Speculation changes no token. A token depends on the logits and on a number that
 (`sampling`), so a forward over a draft draws the tokens that single steps would draw, up to rounding of the logits
 (`tests/engines/local/test_speculation.py`). The scheduler keeps the tokens up to the first that the draft lacks.
 
-    propose -> a forward over the drafts -> accept -> propose ... -> finished, left
+    choose -> propose -> a forward over the drafts -> record_accepted -> record_step ... -> keep, forget
 
 Texts of a prompt are its responses under way, and its last finished ones, whatever weights sampled them. A draft
 continues the text in which the last tokens of the response occur, the longest run first.
 """
 
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum
+from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
 
 from laminar_py.engines.local.attention import Drafts
+from laminar_py.engines.local.kv import Indices
 from laminar_py.engines.local.prefill import Job
 from laminar_py.engines.local.slots import Slots
 from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import DraftCounts
 
-MOST_DRAFT = 15  # tokens; a sequence grows by less than a block of the KV cache in one step
+MOST_DRAFT = 15  # tokens of a sequence; so it grows by less than a block of the KV cache in one step
+MOST_FED = 256  # tokens of one step, whose logits are all in memory
+FIRST_DRAFT = 3  # tokens, until steps of two sizes have been measured
 SHORTEST, LONGEST = 2, 8  # tokens that a text has in common with a response when a draft continues it
 PATIENCE = 4  # tokens after which a response without such a text looks again
 MOST_TOKENS = 2**20  # of finished responses that are kept
 MOST_FINISHED = 16  # responses that are kept of one prompt
+LEAST_FINISHED = 4  # tokens of a response that is kept; the run's probes have one
 MEMORY = 32  # steps over which times and rates are averaged
-TRIAL, TRIAL_EVERY = 4, 128  # steps of the other way, drafts or none, after as many steps of the faster way
+TRIAL = 4  # steps of the slower way, drafts or none, after `FASTER` steps of the other; twice as many at first
+FASTER, MOST_FASTER = 128, 1024  # the number doubles while drafts lose by `CLEARLY`
+CLEARLY = 0.8
 WARM_UP = 3  # first steps of each way, which compile it
 _START = -1  # stands before each text
 
 Numbers = npt.NDArray[np.float64]
 
 
-class Origin(StrEnum):
+class Origin(IntEnum):
     """Text that a draft is from; see `DraftCounts`."""
 
-    OWN = "own"
-    SIBLING = "sibling"
-    EARLIER = "earlier"
+    OWN = 0
+    SIBLING = 1
+    EARLIER = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts of a prompt at one time, end to end, each after `_START`."""
+    """Texts of a prompt at one time, end to end, each after `_START`, and one more `_START`."""
 
     ids: IntArray  # [n]
     num_earlier: int  # tokens of finished responses, which come first
-    parts: dict[int, range]  # by slot, the places of its response
+    own: dict[Job, range]  # places of each response under way
 
     def find(self, last: Sequence[int]) -> tuple[int, int] | None:
         """Find the longest run of tokens that ends `last` and stands before another token; of equal ones the last.
@@ -68,52 +75,51 @@ class Texts:
             places, match = longer, match + 1
         if not places.size or match < min(SHORTEST, len(last)):
             return None
-        return int(places[-1]) + 1, min(match, LONGEST)
+        return int(places[-1]) + 1, match
 
-    def origin(self, place: int, slot: int) -> Origin:
-        """Return whose text has `place`, for the response in `slot`."""
-        if place < self.num_earlier:
-            return Origin.EARLIER
-        return Origin.OWN if place in self.parts.get(slot, ()) else Origin.SIBLING
+    def rest(self, place: int, stop_ids: Sequence[int]) -> IntArray:
+        """Copy the tokens of a text from `place` on, at most to the first of `stop_ids`."""
+        rest = self.ids[place : place + int((self.ids[place:] == _START).argmax())]
+        ends = np.flatnonzero(np.isin(rest, stop_ids))
+        return rest[: ends[0] + 1].copy() if ends.size else rest.copy()
 
 
 @dataclass(slots=True, kw_only=True)
 class Followed:
-    """A response, and the text that it follows, if any: token `length` of it is expected to be `ids[place]`."""
+    """A response, and what it is expected to go on with: `rest`, from its token `length` on."""
 
     prompt: bytes
     looks_at: int = 0  # length from which it looks for a text
-    texts: Texts | None = None
-    place: int = 0
+    rest: IntArray | None = None
     length: int = 0
     match: int = 0  # tokens in common, at most `LONGEST`
+    origin: Origin = Origin.OWN
 
     def catch_up(self, response: IntArray) -> bool:
-        """Move on over the tokens since the last call; return False, and leave the text, if they differ."""
-        if self.texts is None:
+        """Move on over the tokens since the last call; return False, and forget the text, if they differ."""
+        if self.rest is None:
             return False
         grown = response[self.length :]
-        expected = self.texts.ids[self.place : self.place + len(grown) + 1]
-        if len(expected) == len(grown) + 1 and expected[-1] != _START and np.array_equal(grown, expected[:-1]):
-            self.place, self.length = self.place + len(grown), len(response)
+        if len(grown) < len(self.rest) and np.array_equal(grown, self.rest[: len(grown)]):
+            self.rest, self.length = self.rest[len(grown) :], len(response)
             self.match = min(self.match + len(grown), LONGEST)
             return True
-        self.texts = None
+        self.rest = None
         return False
 
 
 @dataclass(slots=True)
 class Average:
-    """Sums over steps, of which older ones weigh less."""
+    """Tokens and seconds over steps, of which older ones weigh less."""
 
-    weight: float = 0.0
+    steps: int = 0
     tokens: float = 0.0
     seconds: float = 0.0
 
     def add(self, tokens: float, seconds: float) -> None:
         """Add a step."""
         kept = 1 - 1 / MEMORY
-        self.weight = kept * self.weight + 1
+        self.steps += 1
         self.tokens = kept * self.tokens + tokens
         self.seconds = kept * self.seconds + seconds
 
@@ -125,36 +131,47 @@ class Choice:
     drafts: Average = field(default_factory=Average)
     plain: Average = field(default_factory=Average)
     steps: int = 0  # since the last trial
+    faster: int = FASTER  # steps until the next
 
-    def next(self) -> bool:
-        """Return True if the next step should draft."""
-        if not self.plain.weight or not self.drafts.weight:
-            return self.plain.weight > 0
-        is_faster = self.drafts.tokens * self.plain.seconds > self.plain.tokens * self.drafts.seconds
-        self.steps = (self.steps + 1) % (TRIAL_EVERY + TRIAL)
-        return is_faster if self.steps < TRIAL_EVERY else not is_faster
+    @property
+    def speedup(self) -> float:
+        """Rate with drafts over the rate without."""
+        return self.drafts.tokens * self.plain.seconds / max(1e-9, self.plain.tokens * self.drafts.seconds)
+
+    def advance(self) -> bool:
+        """Begin a step, and return True if it should draft."""
+        if min(self.plain.steps, self.drafts.steps) < 2 * TRIAL:
+            return self.drafts.steps <= self.plain.steps
+        is_faster = self.speedup > 1
+        self.steps += 1
+        if self.steps <= self.faster:
+            return is_faster
+        if self.steps == self.faster + TRIAL:
+            self.steps = 0
+            self.faster = min(2 * self.faster, MOST_FASTER) if self.speedup < CLEARLY else FASTER
+        return not is_faster
 
 
 class StepTimes:
-    """Time of a step as a line over the number of its queries, padding included, by the last steps."""
+    """Time of a step as a line over the number of tokens that it feeds, by the last steps."""
 
     def __init__(self) -> None:
-        self._sums: Numbers = np.zeros(5)  # weight, queries, seconds, queries squared, queries times seconds
+        self._sums: Numbers = np.zeros(5)  # weight, tokens, seconds, tokens squared, tokens times seconds
 
-    def add(self, queries: int, seconds: float) -> None:
+    def add(self, tokens: int, seconds: float) -> None:
         """Add a step."""
         self._sums *= 1 - 1 / MEMORY
-        self._sums += (1, queries, seconds, queries * queries, queries * seconds)
+        self._sums += (1, tokens, seconds, tokens * tokens, tokens * seconds)
 
-    def at(self, queries: Numbers) -> Numbers:
-        """Return seconds [n] of steps by their number of queries [n]; equal while all steps had one size."""
+    def at(self, tokens: Numbers) -> Numbers | None:
+        """Return seconds [n] of steps by the tokens [n] that they feed; None while all steps had one size."""
         weight, total, seconds, squares, products = self._sums.tolist()
         spread = weight * squares - total * total
         if spread <= 1e-3 * weight * weight:
-            return np.ones_like(queries)
+            return None
         slope = max(0.0, (weight * products - total * seconds) / spread)
         mean = seconds / weight
-        line: Numbers = mean + slope * (queries - total / weight)
+        line: Numbers = mean + slope * (tokens - total / weight)
         return line.clip(0.1 * mean)
 
 
@@ -163,66 +180,86 @@ class Drafter:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._finished: OrderedDict[bytes, deque[IntArray]] = OrderedDict()  # by prompt; the last used last
+        # finished responses by prompt and request; the prompt that was used last comes last
+        self._finished: OrderedDict[bytes, dict[str, IntArray]] = OrderedDict()
         self._num_kept = 0  # their tokens
         self._followed: dict[Job, Followed] = {}
         self._shares: Numbers = np.full(LONGEST + 1, 0.8)  # accepted tokens among reached ones, by match
         self._choices: defaultdict[int, Choice] = defaultdict(Choice)  # by the bits of a step's rows
         self._times = StepTimes()
         self._num_steps = {False: 0, True: 0}  # without drafts and with drafts
-        self.counts = DraftCounts()  # other threads read it
+        self._counts = np.zeros((2, len(Origin)), np.int64)  # drafted and accepted tokens
+        self._proposed: list[tuple[int, Origin]] = []  # match and origin of each row in the present step
 
-    def wants(self, num_rows: int) -> bool:
-        """Return True if a step of so many rows should draft."""
-        return self._choices[num_rows.bit_length()].next()
+    @property
+    def counts(self) -> DraftCounts:
+        """Draft tokens so far. Safe to call from any thread."""
+        drafted, accepted = self._counts.tolist()
+        names = [origin.name.lower() for origin in Origin]
+        return DraftCounts(
+            **{f"drafted_{name}": count for name, count in zip(names, drafted, strict=True)},
+            **{f"accepted_{name}": count for name, count in zip(names, accepted, strict=True)},
+        )
 
-    def took(self, num_rows: int, drafts: Drafts | None, gained: int, seconds: float, *, tried: bool) -> None:
-        """Take a step that gained tokens in `seconds` of its thread; `tried` to draft, perhaps without success."""
-        self._num_steps[drafts is not None] += 1
-        if self._num_steps[drafts is not None] <= WARM_UP:
-            return
-        choice = self._choices[num_rows.bit_length()]
-        (choice.drafts if tried else choice.plain).add(gained, seconds)
-        self._times.add(num_rows * (1 if drafts is None else 1 + int(drafts.counts.max())), seconds)
+    def choose(self, num_rows: int) -> bool:
+        """Begin a step of so many rows, and return True if it should draft."""
+        return self._choices[num_rows.bit_length()].advance()
 
     def propose(self, jobs: Sequence[Job], limits: Sequence[int]) -> Drafts | None:
         """Draft at most `limits[i]` tokens to follow the response of job i; None if no draft pays."""
         drafts = self._find(jobs, limits)
         if not (longest := max(map(len, drafts))):
             return None
-        matches = [self._followed[job].match for job in jobs]
+        followed = [self._followed[job] for job in jobs]
+        self._proposed = [(one.match, one.origin) for one in followed]
         steps = np.arange(1, longest + 1)
-        # [rows, tokens] probability that a token is accepted
-        reached = self._shares[matches, None] ** steps
-        reached[steps > np.array([[len(draft)] for draft in drafts])] = 0
-        gained = len(jobs) + np.append(0.0, reached.sum(0).cumsum())
-        most = int((gained / self._times.at(len(jobs) * np.arange(1.0, longest + 2))).argmax())
-        return Drafts.build([draft[:most] for draft in drafts]) if most else None
+        is_drafted = steps <= np.array([[len(draft)] for draft in drafts])  # [rows, tokens]
+        accepted = self._shares[[one.match for one in followed], None] ** steps * is_drafted
+        fed = len(jobs) + np.append(0, is_drafted.sum(0).cumsum())  # by the most tokens of a draft, from 0 on
+        gained = len(jobs) + np.append(0.0, accepted.sum(0).cumsum())
+        seconds = self._times.at(fed)
+        most = FIRST_DRAFT if seconds is None else int((gained / seconds).argmax())
+        most = min(most, int(np.searchsorted(fed, MOST_FED, side="right")) - 1)
+        return Drafts.build([draft[:most] for draft in drafts]) if most > 0 else None
 
-    def accept(self, job: Job, drafted: int, accepted: int) -> None:
-        """Take how many tokens of a draft were sampled; the first that was not ends it."""
-        followed, tried = self._followed[job], min(drafted, accepted + 1)
-        assert followed.texts is not None, "a draft is from a text"
-        share = self._shares[followed.match]
-        self._shares[followed.match] += tried / (MEMORY + tried) * (accepted / tried - share)
-        origin = followed.texts.origin(followed.place, job.slot)
-        found = DraftCounts(**{f"drafted_{origin}": drafted, f"accepted_{origin}": accepted})
-        self.counts = self.counts.plus(found)
+    def record_accepted(self, counts: Indices, accepted: Indices) -> None:
+        """Take how many tokens of the last proposal's drafts, `counts [B]`, were sampled."""
+        for (match, origin), drafted, count in zip(
+            self._proposed, counts.tolist(), accepted.tolist(), strict=True
+        ):
+            if drafted:
+                tried = min(drafted, count + 1)  # the first token that was not sampled ends a draft
+                self._shares[match] += tried / (MEMORY + tried) * (count / tried - self._shares[match])
+                self._counts[:, origin] += (drafted, count)
 
-    def finished(self, job: Job, response: IntArray) -> None:
-        """Keep a finished response for other responses to its prompt."""
-        prompt = job.request.prompt_ids.tobytes()
-        kept = self._finished.setdefault(prompt, deque())
+    def record_step(
+        self, num_rows: int, drafts: Drafts | None, gained: int, *, seconds: float, tried: bool
+    ) -> None:
+        """Take a step that gained tokens in `seconds` of its thread; `tried` to draft, perhaps without success."""
+        has_drafts = drafts is not None
+        self._num_steps[has_drafts] += 1
+        if self._num_steps[has_drafts] <= WARM_UP:
+            return
+        choice = self._choices[num_rows.bit_length()]
+        (choice.drafts if tried else choice.plain).add(gained, seconds)
+        self._times.add(num_rows + (0 if drafts is None else len(drafts.ids)), seconds)
+
+    def keep(self, job: Job, response: IntArray) -> None:
+        """Keep the finished `response`, of the last turn so far, for other responses to its prompt."""
+        if len(response) < LEAST_FINISHED:
+            return
+        prompt = self._prompt_of(job)
+        kept = self._finished.setdefault(prompt, {})
         self._finished.move_to_end(prompt)
-        kept.append(response)
-        self._num_kept += len(response)
-        if len(kept) > MOST_FINISHED:
-            self._num_kept -= len(kept.popleft())
+        if job.request.rid not in kept and len(kept) == MOST_FINISHED:
+            self._num_kept -= len(kept.pop(next(iter(kept))))
+        self._num_kept += len(response) - len(kept.pop(job.request.rid, ()))
+        kept[job.request.rid] = response
         while self._num_kept > MOST_TOKENS:
             _, others = self._finished.popitem(last=False)
-            self._num_kept -= sum(map(len, others))
+            self._num_kept -= sum(map(len, others.values()))
 
-    def left(self, job: Job) -> None:
+    def forget(self, job: Job) -> None:
         """Forget a job that no longer decodes."""
         self._followed.pop(job, None)
 
@@ -233,33 +270,43 @@ class Drafter:
         for job, limit in zip(jobs, limits, strict=True):
             followed = self._followed.get(job)
             if followed is None:
-                followed = self._followed[job] = Followed(prompt=job.request.prompt_ids.tobytes())
+                followed = self._followed[job] = Followed(prompt=self._prompt_of(job))
             response = self._slots.ids[job.slot, : self._slots.num_response[job.slot]]
             if not followed.catch_up(response) and len(response) >= followed.looks_at:
-                texts = by_prompt.get(followed.prompt) or self._texts(followed.prompt)
-                by_prompt[followed.prompt] = texts
-                if found := texts.find([_START, *response[-LONGEST:].tolist()]):
-                    followed.texts, followed.length = texts, len(response)
-                    followed.place, followed.match = found
-                else:
-                    followed.looks_at = len(response) + PATIENCE
-            if followed.texts is None:
-                drafts.append([])
-                continue
-            draft: list[int] = followed.texts.ids[followed.place : followed.place + max(0, limit)].tolist()
-            drafts.append(draft[: draft.index(_START)] if _START in draft else draft)
+                if (texts := by_prompt.get(followed.prompt)) is None:
+                    texts = by_prompt[followed.prompt] = self._texts(followed.prompt)
+                self._look(job, followed, response, texts)
+            drafts.append([] if followed.rest is None else followed.rest[: max(0, limit)].tolist())
         return drafts
+
+    def _look(self, job: Job, followed: Followed, response: IntArray, texts: Texts) -> None:
+        """Find the text that a response follows, or wait some tokens until the next look."""
+        last = response[-LONGEST:].tolist()
+        if (found := texts.find(last if len(last) == LONGEST else [_START, *last])) is None:
+            followed.looks_at = len(response) + PATIENCE
+            return
+        place, followed.match = found
+        followed.rest, followed.length = texts.rest(place, job.request.sampling.stop_ids), len(response)
+        is_own = place in texts.own.get(job, ())
+        is_earlier = place < texts.num_earlier
+        followed.origin = Origin.EARLIER if is_earlier else Origin.OWN if is_own else Origin.SIBLING
 
     def _texts(self, prompt: bytes) -> Texts:
         """Join the texts of a prompt: its finished responses, then its responses under way."""
         start = np.array([_START], np.int32)
-        found = [part for response in self._finished.get(prompt, ()) for part in (start, response)]
+        found = [part for response in self._finished.get(prompt, {}).values() for part in (start, response)]
         num_earlier = end = sum(map(len, found))
-        parts: dict[int, range] = {}
+        own: dict[Job, range] = {}
         for job, followed in self._followed.items():
             if followed.prompt == prompt:
                 response = self._slots.ids[job.slot, : self._slots.num_response[job.slot]]
-                parts[job.slot] = range(end + 1, end + 1 + len(response))
+                own[job] = range(end + 1, end + 1 + len(response))
                 found += (start, response)
                 end += 1 + len(response)
-        return Texts(np.concatenate([*found, start]), num_earlier, parts)
+        return Texts(np.concatenate([*found, start]), num_earlier, own)
+
+    def _prompt_of(self, job: Job) -> bytes:
+        """Return the digest of a job's prompt."""
+        if (followed := self._followed.get(job)) is not None:
+            return followed.prompt
+        return blake2b(job.request.prompt_ids.tobytes(), digest_size=16).digest()

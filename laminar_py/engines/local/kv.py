@@ -35,7 +35,7 @@ class Kept:
 
     rid: str
     ids: IntArray  # [n]
-    blocks: npt.NDArray[np.int64]  # [ceil(n / BLOCK)]
+    blocks: npt.NDArray[np.int64]  # [ceil(n / BLOCK)], and maybe one more that drafts filled
 
 
 class BlockPool:

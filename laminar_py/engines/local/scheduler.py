@@ -1,14 +1,14 @@
 """Scheduler of requests: admission, prefill, retraction and the end of each. Owns the slots and the waiting queue.
 
-Called by the engine's thread alone. A step computes one batch of prefill, then adds one token to every
-decoding slot and collects deltas. Slots never hold more than `kv_capacity` tokens. When the cache is full the
+Called by the engine's thread alone. A step computes one batch of prefill, then adds tokens to every decoding slot
+and collects deltas. Slots never hold more than `kv_capacity` tokens. When the cache is full the
 scheduler retracts the newest request, so the oldest request always makes progress
 (`tests/engines/local/test_scheduler.py`).
 """
 
 import heapq
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ from laminar_py.records.pieces import Recording, RoutedExperts, SamplingMask, jo
 from laminar_py.records.proofs import WeightsChecksum
 from laminar_py.records.trajectory import FinishReason
 
-ADMISSION_HEADROOM = 16  # steps that all running requests can grow after an admission, against thrashing
+ADMISSION_HEADROOM = 16  # tokens that each running request can grow after an admission, against thrashing
 
 
 class Scheduler(RequestScheduler[Job]):
@@ -46,10 +46,12 @@ class Scheduler(RequestScheduler[Job]):
         stream_interval: int,
         record: tuple[Recording, ...] = (),
         drafts: bool = False,
+        thread_s: Callable[[], float] = time.thread_time,
     ) -> None:
-        """With `drafts` a step verifies tokens that other responses to a prompt suggest; no token changes."""
+        """With `drafts` a step may sample several tokens of a sequence; which steps do depends on `thread_s`, the
+        CPU seconds of this thread. No token changes but for rounding."""
         super().__init__(max_len=max_len, kv_capacity=kv_capacity)  # `_running` is by slot
-        self._spec, self._stream_interval = spec, stream_interval
+        self._spec, self._stream_interval, self._thread_s = spec, stream_interval, thread_s
         self._records_masks = Recording.SAMPLING_MASK in record
         self._model = LocalModel(spec, max_len=max_len)
         self._pool = BlockPool(
@@ -114,35 +116,26 @@ class Scheduler(RequestScheduler[Job]):
         return self._model.checksum()
 
     def step(self) -> None:
-        """Compute a bounded batch of prefill, then add one token to every decoding slot."""
+        """Compute a bounded batch of prefill, then add a token, or several of a draft, to every decoding slot."""
         self._make_room()
         self._admit()
         self._prefill()
         rows = self._rows = self._rows or self._slots.decoding()
-        if self._drafter is not None and rows.slots.size:
-            self._speculate(rows, self._drafter)
-            return
+        began, before = self._thread_s(), self._slots.kv_used
+        tries = self._drafter is not None and bool(rows.slots.size) and self._drafter.choose(len(rows.slots))
+        drafts = self._propose(rows) if tries else None
         positions = self._slots.last_positions(rows.slots)
-        self._reserve(rows.slots, positions)
-        if rows.slots.size:
-            self._slots.append(rows.slots, *self._decode(rows, positions))
-            self._dispatch(rows)
-
-    def _speculate(self, rows: Rows, drafter: Drafter) -> None:
-        """Add to every decoding slot the tokens of its draft that it samples, and one more."""
-        began, before, num_rows = time.thread_time(), self._slots.kv_used, len(rows.slots)
-        positions = self._slots.last_positions(rows.slots)
-        has_room = self._kv_capacity - before >= num_rows * (1 + MOST_DRAFT)
-        tries = drafter.wants(num_rows) and has_room
-        drafts = self._propose(rows, drafter) if tries else None
         self._reserve(rows.slots, positions, drafts)
+        if not rows.slots.size:
+            return
         drawn = self._decode(rows, positions, drafts)
         if drafts is None:
             self._slots.append(rows.slots, *drawn)
         else:
-            self._accept(rows, drafts, drafter, *drawn)
-        gained, seconds = self._slots.kv_used - before, time.thread_time() - began
-        drafter.took(num_rows, drafts, gained, seconds, tried=tries)
+            self._accept(rows, drafts, *drawn)
+        if self._drafter is not None:
+            gained, seconds = self._slots.kv_used - before, self._thread_s() - began
+            self._drafter.record_step(len(rows.slots), drafts, gained, seconds=seconds, tried=tries)
         self._dispatch(rows)
 
     def _make_room(self) -> None:
@@ -205,11 +198,13 @@ class Scheduler(RequestScheduler[Job]):
             self._pool.extend(int(slots[index]), int(ends[index]) + 1)
         self._pool.compact()
 
-    def _propose(self, rows: Rows, drafter: Drafter) -> Drafts | None:
-        """Draft tokens for each row within its limit; None if no draft pays."""
-        lengths = self._slots.num_response[rows.slots]
-        limits = np.minimum(rows.limits - lengths - 1, MOST_DRAFT).tolist()
-        return drafter.propose([self._running[slot] for slot in rows.slots.tolist()], limits)
+    def _propose(self, rows: Rows) -> Drafts | None:
+        """Draft tokens for each row within its limit and its share of the cache; None if no draft pays."""
+        assert self._drafter is not None, "only with drafts"
+        spare = self._kv_capacity - self._slots.kv_used - len(self._running)  # with one more token for each
+        most = min(MOST_DRAFT, spare // len(rows.slots) - 1)
+        limits = np.minimum(rows.limits - self._slots.num_response[rows.slots] - 1, most).tolist()
+        return self._drafter.propose([self._running[slot] for slot in rows.slots.tolist()], limits)
 
     def _decode(
         self, rows: Rows, positions: Indices, drafts: Drafts | None = None
@@ -239,28 +234,18 @@ class Scheduler(RequestScheduler[Job]):
         return drawn.ids.cpu().numpy(), values, drawn.mask
 
     def _accept(
-        self,
-        rows: Rows,
-        drafts: Drafts,
-        drafter: Drafter,
-        ids: IntArray,
-        logprobs: FloatArray,
-        mask: SamplingMask | None,
+        self, rows: Rows, drafts: Drafts, ids: IntArray, logprobs: FloatArray, mask: SamplingMask | None
     ) -> None:
         """Add to each row its tokens of `ids [T]` up to the first that its draft lacks, or that ends it."""
-        support = [] if mask is None else np.split(mask.ids, mask.counts.cumsum()[:-1])
-        ends = np.cumsum(drafts.counts)
-        for row, slot in enumerate(rows.slots.tolist()):
-            count, start = int(drafts.counts[row]), int(drafts.starts[row])
-            draft = drafts.ids[ends[row] - count : ends[row]].tolist()
-            sampled, stops = ids[start : start + count + 1].tolist(), rows.stop_ids[row]
-            length = 1
-            while length <= count and sampled[length - 1] == draft[length - 1] not in stops:
-                length += 1
-            part = slice(start, start + length)
-            self._slots.extend(slot, ids[part], logprobs[part], support[part])
-            if count:
-                drafter.accept(self._running[slot], count, length - 1)
+        assert self._drafter is not None, "only with drafts"
+        ends = (ids[:, None] == rows.stop_ids[drafts.of_token]).any(1)
+        hits = np.zeros(len(ids), np.bool_)  # [T] the next token of the draft was sampled
+        is_draft = np.flatnonzero(drafts.behind)
+        hits[is_draft - 1] = ids[is_draft - 1] == drafts.ids
+        misses = np.flatnonzero(~hits | ends)
+        accepted = misses[np.searchsorted(misses, drafts.starts)] - drafts.starts
+        self._slots.append_runs(rows.slots, drafts, 1 + accepted, ids, logprobs, mask)
+        self._drafter.record_accepted(drafts.counts, accepted)
 
     def _dispatch(self, rows: Rows) -> None:
         """After a step, send the deltas that are due and end finished requests."""
@@ -311,7 +296,7 @@ class Scheduler(RequestScheduler[Job]):
             ids = np.concatenate([job.request.prompt_ids, self._slots.response(job.slot)])[:-1]
             self._pool.keep(job.slot, job.request.rid, ids)
         if self._drafter is not None and finish_reason is not FinishReason.ABORT:
-            self._drafter.finished(job, self._slots.response(job.slot))
+            self._drafter.keep(job, self._slots.response(job.slot))
         self._vacate(job)
 
     def _retract(self, job: Job) -> None:
@@ -332,4 +317,4 @@ class Scheduler(RequestScheduler[Job]):
         if job.prefill is not None:
             self._prefills.leave(slot, job.prefill)
         if self._drafter is not None:
-            self._drafter.left(job)
+            self._drafter.forget(job)

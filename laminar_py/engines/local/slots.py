@@ -4,7 +4,6 @@ The scheduler owns it. A slot is FREE, PREFILLING (the KV cache lacks part of it
 slot has all its tokens but the last in the cache; the next step feeds the last token.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.engines.checks import response_limit
+from laminar_py.engines.local.attention import Drafts
 from laminar_py.engines.local.kv import Indices
 from laminar_py.engines.local.sampling import PLAIN, Sampler, Seeds, hash_seeds
 from laminar_py.records.codec import BoolArray, FloatArray, IntArray
@@ -121,14 +121,27 @@ class Slots:
             for slot, support in zip(rows.tolist(), np.split(mask.ids, mask.counts.cumsum()[:-1]), strict=True):
                 self.masks[slot].append(support)
 
-    def extend(self, slot: int, ids: IntArray, logprobs: FloatArray, mask: Sequence[IntArray] = ()) -> None:
-        """Add several tokens `[n]` with their log-probabilities to a slot, and the rows of their recorded mask."""
-        start = int(self.num_response[slot])
-        places = slice(start, start + len(ids))
-        self.ids[slot, places], self.logprobs[slot, places] = ids, logprobs
-        self.last_ids[slot], self.num_response[slot] = ids[-1], places.stop
-        self.kv_used += len(ids)
-        self.masks[slot] += mask
+    def append_runs(
+        self,
+        rows: Indices,
+        drafts: Drafts,
+        lengths: Indices,
+        ids: IntArray,
+        logprobs: FloatArray,
+        mask: SamplingMask | None,
+    ) -> None:
+        """Add to each of the slots `rows [B]` its first `lengths [B]` tokens among the `[T]` that a step drew."""
+        kept = np.flatnonzero(drafts.behind < lengths[drafts.of_token])
+        slots = rows[drafts.of_token[kept]]
+        places = drafts.behind_each(self.num_response[rows])[kept]
+        self.ids[slots, places], self.logprobs[slots, places] = ids[kept], logprobs[kept]
+        self.last_ids[rows] = ids[drafts.starts + lengths - 1]
+        self.num_response[rows] += lengths
+        self.kv_used += len(kept)
+        if mask is not None:
+            support = np.split(mask.ids, mask.counts.cumsum()[:-1])
+            for slot, token in zip(slots.tolist(), kept.tolist(), strict=True):
+                self.masks[slot].append(support[token])
 
     def last_positions(self, rows: Indices) -> Indices:
         """Position `[B]` of the last token of each of the slots `rows [B]`, which the next step feeds."""

@@ -169,7 +169,8 @@ def _feature_flags(
 ) -> dict[str, Flag]:
     """Flags of a server that records, speculates or serves adapters."""
     flags: dict[str, Flag] = {"enable-return-routed-experts": Recording.ROUTED_EXPERTS in record}
-    flags["speculative-algorithm"] = "NGRAM" if speculates else False
+    if speculates:
+        flags["speculative-algorithm"] = "NGRAM"
     # ties with the last token of top_k make a longer mask, and the server ends a request with a longer mask
     if Recording.SAMPLING_MASK in record and 2 * mask_tokens > MASK_TOKENS:
         flags["sampling-mask-max-tokens"] = 2 * mask_tokens

@@ -114,10 +114,7 @@ class SGLangConfig(EngineConfig):
     def remedies(self) -> tuple[tuple[str, str, str], ...]:
         """Settings to change where generation limits the run: (setting, change, reason)."""
         change = f"{self.tensor_parallel} -> {2 * self.tensor_parallel}"
-        found = [("tensor_parallel", change, "faster replicas in place of more")]
-        if self.device is Device.CUDA and not self.urls and self.speculation is Speculation.NONE:
-            found.append(("speculation", "none -> ngram", "several tokens for one pass; not with rollout.record"))
-        return tuple(found)
+        return (("tensor_parallel", change, "faster replicas in place of more"),)
 
 
 def flag_name(name: str) -> str:
