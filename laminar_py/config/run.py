@@ -118,7 +118,7 @@ class RunConfig(Section):
         check_replay(
             self.buffer.replay,
             prompts_per_step=rollout.prompts_per_step,
-            staged_reference=algorithm.reference_in_own_process,
+            stages=algorithm.stages,
         )
         check_reference(algorithm, random_start=random_start)
         check_teaching(algorithm, rollout, self.reward)

@@ -98,6 +98,13 @@ def test_an_unknown_key_is_answered_with_the_key_that_was_meant(override, meant)
             },
             "algorithm.reference_pass=stage: with buffer.replay.share=0.5 a resumed run would lack",
         ),
+        (
+            {
+                "buffer": {"replay": {"share": 0.5}},
+                "algorithm": {"teacher_coef": 1.0, "teacher": "models/teacher"},
+            },
+            "algorithm.teacher: with buffer.replay.share=0.5 a resumed run would lack the teacher's log-prob",
+        ),
         ({"staleness": {"policies": ["drop", "reweight"]}}, "staleness.policies=drop,reweight: only one"),
         ({"staleness": {"max_staleness": 1}, "learner": {"publish_every": 3}}, "set it to at least 2"),
         ({"rollout": {"engine": {"urls": ["http://a"]}}}, "unknown key; set rollout.engine.kind=sglang"),
