@@ -139,7 +139,9 @@ class ConsumptionCheck(Check):
         actual = self._ages.age_of(oldest, after=event.step - 1)
         if event.staleness != actual:
             faults.append(f"recorded {event.staleness}, but version {oldest} was {actual} learner steps behind")
-        if bound is not None and actual > bound and event.weight >= 1:
+        # a lower weight makes up for the age of a consumed trajectory, but a replayed one is not reweighted
+        full = event.weight >= 1 or isinstance(event, Replayed)
+        if bound is not None and actual > bound and full:
             faults.append(f"{actual} exceeds the bound of {bound} and its weight is {event.weight:g}")
         return [Violation(Rule.STALENESS, event.trajectory_id, message) for message in faults]
 

@@ -7,6 +7,7 @@ the replay skips the events.
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -42,6 +43,7 @@ from laminar_py.records.trajectory import Status
 
 _BLOCK = 4096  # events that are decoded at once
 _AT_ONCE = 256  # rows
+_RECALLED = 4096  # rows of replayed trajectories that are kept, since the next steps may replay them again
 _FROM_PIECES = frozenset({"length", "oldest_version", "newest_version"})  # known from events once finished
 _WITH_LENGTH: frozenset[type[Event]] = frozenset({Interrupted, StreamLost, Finished, Restamped})
 
@@ -98,7 +100,7 @@ class Replay:
         )
         self._read = 0  # the last number that was read
         self._ahead: dict[int, tuple[object, ...]] = {}  # stored rows of trajectories that have not ended
-        self._machine = Machine(recall=self._stored_row)
+        self._machine = Machine(recall=lru_cache(_RECALLED)(self._stored_row))
 
     def read_events(self) -> Iterator[Stamped]:
         """Iterate over the events of the log in order; note unreadable and unknown ones."""
@@ -117,7 +119,7 @@ class Replay:
     def row_before(self, event: AnyEvent) -> LiveTrajectory | None:
         """Return the row of an event's trajectory, None if it is not live, or of a replay not consumed."""
         if isinstance(event, Replayed):
-            return self._machine.consumed(event.trajectory_id)
+            return self._machine.find_consumed(event.trajectory_id)
         return self._machine.live.get(getattr(event, "trajectory_id", ""))
 
     def apply_event(self, stamped: Stamped) -> LiveTrajectory | None:

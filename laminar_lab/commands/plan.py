@@ -81,6 +81,7 @@ def plan(
         learner=subject.learner,
         shares=subject.shares,
         has_critic=subject.has_critic,
+        replay_share=subject.replay_share,
     )
     _print(made := _rank_placements(request, seconds, quiet=as_json), as_json=as_json, explain=explain)
     _write(made, subject, write, quiet=as_json)

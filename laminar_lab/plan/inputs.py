@@ -45,6 +45,7 @@ class Subject:
     learner: LearnerConfig = field(default_factory=LearnerConfig)  # a plan changes its ranks
     shares: bool = True  # samples share their prompt in the learner
     has_critic: bool = False
+    replay_share: float = 0.0
 
 
 def read_subject(model: str) -> Subject:
@@ -79,6 +80,7 @@ def read_subject(model: str) -> Subject:
         learner=config.learner,
         shares=config.rollout.shares_prompts,
         has_critic=config.algorithm.critic is not None,
+        replay_share=config.buffer.replay.share,
     )
 
 

@@ -22,6 +22,7 @@ from laminar_lab.plan.stages import estimate, traffic_slowdown
 from laminar_lab.simulate.figures import SimulatedFigures
 from laminar_lab.simulate.run import simulate
 from laminar_py.config import RunConfig, parse_config
+from laminar_py.config.replay import ReplayConfig
 from laminar_py.config.rollout import Schedule
 
 REPLICAS, FEWEST_REPLICAS = 8, 4  # of a shrunk fleet
@@ -44,7 +45,7 @@ class Judgement:
 
 def judge(request: PlanRequest, placement: FleetPlacement, *, times: int = 1, seed: int = 0) -> Judgement:
     """Simulate some steps of a placement on `times` as many replicas as the usual few."""
-    each = request.trajectories_per_step / placement.replicas
+    each = request.new_per_step / placement.replicas
     replicas = times * max(FEWEST_REPLICAS, min(REPLICAS, int(MOST_A_STEP / each)))
     few = shrunk_fleet(request, placement, replicas=replicas // times, seed=seed)[0]
     config, profile = shrunk_fleet(request, placement, replicas=replicas, seed=seed)
@@ -148,6 +149,7 @@ def shrunk_fleet(
                 "sampling": {"max_new_tokens": lengths.cap},
             },
             "staleness": {"max_staleness": request.max_staleness if is_async else None},
+            "buffer": {"replay": _replay_settings(request.replay_share, groups)},
             "packer": {"max_tokens": placement.pack_tokens},
             "cluster": lease_settings(placement),
         }
@@ -156,11 +158,18 @@ def shrunk_fleet(
     return config, EmulationProfile(engine=profile.engine, learner=learner)
 
 
+def _replay_settings(share: float, groups: int) -> dict[str, float | int]:
+    """Return settings by which a step of so many groups replays its share; {} where that is less than a group."""
+    if not ReplayConfig(share=share).groups_of(groups):
+        return {}
+    return {"share": share, "capacity": MOST_STEPS * groups, "most": MOST_STEPS, "max_age": MOST_STEPS}
+
+
 def _live_steps(request: PlanRequest, placement: FleetPlacement) -> float:
     """Return the trajectories in flight, in learner steps."""
     if placement.schedule is not Schedule.ASYNC:
         return 1.0
-    admitted = placement.replicas * placement.batch_per_replica / request.trajectories_per_step
+    admitted = placement.replicas * placement.batch_per_replica / request.new_per_step
     return admitted if request.max_staleness is None else min(admitted, request.max_staleness + 1.0)
 
 

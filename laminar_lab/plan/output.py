@@ -116,10 +116,11 @@ def describe_workload(request: PlanRequest) -> str:
     lengths = request.lengths
     p99 = lengths.median * math.exp(P99 * lengths.sigma)
     stale = "no bound on staleness" if request.max_staleness is None else f"staleness {request.max_staleness}"
+    again = f" {request.replayed_groups} of them replayed," if request.replayed_groups else ""
     speed = f"learner MFU {request.mfu:g} (--mfu)" if request.measured is None else "speeds of --profile"
     return (
         f"a step: {request.prompts_per_step} prompts of {lengths.prompt:,} tokens x {request.group_size} samples,"
-        f" {stale}\n{speed}; response tokens p50 {lengths.median:,.0f}, p99 {p99:,.0f}, cap {lengths.cap:,}"
+        f"{again} {stale}\n{speed}; response tokens p50 {lengths.median:,.0f}, p99 {p99:,.0f}, cap {lengths.cap:,}"
     )
 
 

@@ -250,7 +250,7 @@ def _under_all_schedules(request: PlanRequest, learner_gpus: int, degree: int) -
         return
     cache, lengths = _kv_tokens(request, degree), request.lengths
     running = max(most_running(cache, lengths), request.group_size)  # one replica generates a whole group
-    share = request.trajectories_per_step / replicas  # of a step
+    share = request.new_per_step / replicas  # of a step
     for schedule in Schedule:
         depths = (
             DEPTHS if schedule is Schedule.ASYNC else (2,)
@@ -286,7 +286,7 @@ def _on_shared_gpus(request: PlanRequest, learner_gpus: int, degree: int) -> Ite
         if found is None:
             continue
         learner, cache = found
-        admitted = SHARED_DEPTH * math.ceil(request.trajectories_per_step / replicas)
+        admitted = SHARED_DEPTH * math.ceil(request.new_per_step / replicas)
         yield FleetPlacement(
             schedule=schedule,
             learner_gpus=learner_gpus,

@@ -172,7 +172,7 @@ def _formula_class(request: PlanRequest, placement: FleetPlacement) -> FormulaCl
         return placement.schedule, SHARED
     if placement.schedule is not Schedule.ASYNC:
         return placement.schedule, 0
-    shares = placement.batch_per_replica * placement.replicas / request.trajectories_per_step
+    shares = placement.batch_per_replica * placement.replicas / request.new_per_step
     return placement.schedule, min(DEPTHS, key=lambda depth: abs(log2(shares / depth)))
 
 

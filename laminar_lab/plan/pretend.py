@@ -117,6 +117,7 @@ def request_of(
         learner=config.learner,
         shares=rollout.shares_prompts,
         has_critic=config.algorithm.critic is not None,
+        replay_share=config.buffer.replay.share,
         max_staleness=config.staleness.max_staleness,
         measured=measured,
     )

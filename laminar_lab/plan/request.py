@@ -21,6 +21,7 @@ from laminar_lab.step_time import (
 )
 from laminar_py.config import ConfigError
 from laminar_py.config.learner import LearnerConfig
+from laminar_py.config.replay import ReplayConfig
 from laminar_py.learner.packing import RowSize, group_size
 
 QUANTILES = 4000
@@ -129,6 +130,7 @@ class PlanRequest:
     learner: LearnerConfig  # a plan sets its `world_size`, `shard_ranks` and `recompute`
     shares: bool = True  # samples share their prompt in the learner
     has_critic: bool = False  # the learner trains a value model beside the policy
+    replay_share: float = 0.0  # of a step's groups, at most (`buffer.replay.share`)
     max_staleness: int | None = 4  # learner steps
     reward_s: float = 0.05  # median from a response's end to its score
     mfu: float = LEARNER_MFU
@@ -152,6 +154,16 @@ class PlanRequest:
     def trajectories_per_step(self) -> int:
         """Responses of a learner step."""
         return self.prompts_per_step * self.group_size
+
+    @property
+    def replayed_groups(self) -> int:
+        """Groups of a learner step that replicas do not generate, since it replays them."""
+        return ReplayConfig(share=self.replay_share).groups_of(self.prompts_per_step)
+
+    @property
+    def new_per_step(self) -> int:
+        """Responses of a learner step that replicas generate."""
+        return (self.prompts_per_step - self.replayed_groups) * self.group_size
 
     def learner_size(self, pack_tokens: int) -> RowSize:
         """Return the size of a step in rows of so many tokens, as the packer shares prompts in them."""

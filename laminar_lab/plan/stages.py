@@ -193,7 +193,7 @@ def _drain_cycle(request: PlanRequest, placement: FleetPlacement, rates: Replica
     """
     admitted = float(placement.batch_per_replica)
     if request.max_staleness is not None:  # the scheduler keeps no more responses live
-        live = request.trajectories_per_step * (request.max_staleness + 1) / placement.replicas
+        live = request.new_per_step * (request.max_staleness + 1) / placement.replicas
         admitted = max(1.0, min(admitted, live))
     running = min(admitted, placement.max_batch)
     if admitted <= placement.max_batch:
@@ -208,7 +208,7 @@ def _generate_async(
     request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates, cycle: ReplicaCycle
 ) -> _Stage:
     """Replicas drain one by one, and a part of each tail is recovered."""
-    lengths, per_step = request.lengths, request.trajectories_per_step
+    lengths, per_step = request.lengths, request.new_per_step
     rate = rates.full_tokens_per_s(cycle.running)
     drained = min(1.0, cycle.admitted * lengths.mean / cycle.seconds / rate)
     depth = cycle.admitted * placement.replicas / per_step
@@ -238,7 +238,7 @@ def _generate_in_turns(
 
     Responses continue under new weights, so nothing drains.
     """
-    lengths, per_step = request.lengths, request.trajectories_per_step
+    lengths, per_step = request.lengths, request.new_per_step
     rate = rates.full_tokens_per_s(cycle.running)
     seconds = per_step * lengths.mean / (placement.replicas * rate)
     return seconds, (
@@ -282,9 +282,9 @@ def _hand_over(
 def _generate_batch(request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates) -> _Stage:
     """Replicas start a step's shares together, and all wait for the longest response."""
     lengths = request.lengths
-    each = request.trajectories_per_step / placement.replicas
+    each = request.new_per_step / placement.replicas
     running = min(each, placement.max_batch)
-    longest = lengths.longest_of(request.trajectories_per_step)
+    longest = lengths.longest_of(request.new_per_step)
     waiting_s = (each - running) * lengths.mean / rates.full_tokens_per_s(running)
     seconds = waiting_s + rates.batch_s(running, longest) + request.reward_s
     return seconds, (
@@ -292,7 +292,7 @@ def _generate_batch(request: PlanRequest, placement: FleetPlacement, rates: Repl
         Formula(
             name="generation",
             text=f"{each:.0f} responses a replica, {running:.0f} at a time, until the longest of"
-            f" {request.trajectories_per_step:,} ends, with {longest:,.0f} tokens, and its score",
+            f" {request.new_per_step:,} ends, with {longest:,.0f} tokens, and its score",
             result=f"{seconds:.1f} s",
         ),
     )
@@ -365,7 +365,7 @@ def _load_between_batches(
     request: PlanRequest, placement: FleetPlacement, rates: ReplicaRates, cycle: ReplicaCycle
 ) -> _Stage:
     """Each replica loads by itself, between the batches of two versions."""
-    load_s, loads = rates.times.load_s, request.trajectories_per_step / (placement.replicas * cycle.admitted)
+    load_s, loads = rates.times.load_s, request.new_per_step / (placement.replicas * cycle.admitted)
     text = f"{load_s:.2f} s a load x {loads:.2f} loads of a replica in a step"
     return load_s * loads, (Formula(name="weights", text=text, result=f"{load_s * loads:.2f} s"),)
 

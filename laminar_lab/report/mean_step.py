@@ -245,7 +245,7 @@ def mean_step(
         reference_in_learner=in_learner,
         waited_s=mean(pipeline.waited_s),
         held_s=mean(pipeline.held_s),
-        longest_s=_longest_s(finished, config.trajectories_per_step),
+        longest_s=_longest_s(finished, config.new_per_step),
         stale_share=_token_share(trajectories, trajectories.dropped_for(DropReason.STALE)),
         hopeless_share=_hopeless_share(trajectories),
         length_ratio=_length_ratio(finished),

@@ -130,7 +130,7 @@ class StallWatch:
     def __init__(self, config: RunConfig) -> None:
         rollout = config.rollout
         self._stalled_s = STALLED_S / emulation_of(config).compression
-        groups = (MOST_USELESS_BATCHES + rollout.max_refill) * rollout.prompts_per_step + VAIN_GROUPS
+        groups = (MOST_USELESS_BATCHES + rollout.max_refill) * config.fresh_groups + VAIN_GROUPS
         self._most_ended = groups * rollout.group_size
         self._batch = f"rollout.prompts_per_step={rollout.prompts_per_step}"
         self._step = self._ended = 0  # responses that had ended by the last step

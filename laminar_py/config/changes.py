@@ -62,7 +62,7 @@ def scaled(config: RunConfig, replicas: int) -> RunConfig:
     A smaller draining fleet must admit a learner step under one version, else the learner would wait for a second
     version at every step.
     """
-    rollout, step = config.rollout, config.trajectories_per_step
+    rollout, step = config.rollout, config.new_per_step
     if rollout.engine.servers:
         raise ConfigError(
             f"rollout.replicas={replicas}: this run attaches to {len(rollout.engine.servers)} servers; stop it and"
@@ -72,9 +72,10 @@ def scaled(config: RunConfig, replicas: int) -> RunConfig:
     shrinks = 0 < replicas < rollout.replicas and rollout.on_new_weights is OnNewWeights.DRAIN
     if shrinks and replicas * most < step:
         raise ConfigError(
-            f"rollout.replicas={replicas}: a learner step takes {step} trajectories (rollout.prompts_per_step *"
-            f" rollout.group_size), and {replicas} with rollout.batch_per_replica={most} admit {replicas * most}"
-            f" under a version; ask for {-(-step // most)} at least"
+            f"rollout.replicas={replicas}: a learner step takes {step} new trajectories"
+            " (rollout.prompts_per_step * rollout.group_size, without replayed ones), and"
+            f" {replicas} with rollout.batch_per_replica={most} admit {replicas * most} under a version;"
+            f" ask for {-(-step // most)} at least"
         )
     tree = config.model_dump(mode="json")
     tree["rollout"]["replicas"] = replicas

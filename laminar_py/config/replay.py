@@ -1,11 +1,18 @@
 """Settings of replay: which groups of earlier steps a step trains on again."""
 
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
 
 from laminar_py.config.section import ConfigError, Count, Section
+from laminar_py.records.columns import Source
+
+_OF_STAGE = {  # its setting, and the remedy where steps replay
+    Source.REFERENCE: ("algorithm.reference_pass=stage", "set reference_pass to learner"),
+    Source.TEACHER: ("algorithm.teacher", "let your reward function return teacher_logprobs, or set share to 0"),
+}
 
 
 class ReplayBy(StrEnum):
@@ -46,8 +53,11 @@ class ReplayConfig(Section):
         return int(self.share * prompts_per_step + 1e-9)
 
 
-def check_replay(replay: ReplayConfig, *, prompts_per_step: int, staged_reference: bool) -> None:
-    """Raise `ConfigError` if no group or not the wanted share of groups can be replayed."""
+def check_replay(replay: ReplayConfig, *, prompts_per_step: int, stages: Collection[Source]) -> None:
+    """Raise `ConfigError` if no group or not the wanted share of groups can be replayed.
+
+    `stages` are the frozen models with a process each, whose columns are in memory only.
+    """
     if not replay.share:
         return
     share, again = f"buffer.replay.share={replay.share:g}", replay.groups_of(prompts_per_step)
@@ -67,8 +77,9 @@ def check_replay(replay: ReplayConfig, *, prompts_per_step: int, staged_referenc
             f"buffer.replay.{name}={bound}: {share} replays each group {again / fresh:.2g} times"
             f" on average; raise {name} to at least {-(-again // fresh)}, or lower share"
         )
-    if staged_reference:
+    for stage in stages:
+        setting, remedy = _OF_STAGE[stage]
         raise ConfigError(
-            f"algorithm.reference_pass=stage: with {share} a resumed run would lack the reference's"
-            " log-probabilities of replayed groups; set reference_pass to learner"
+            f"{setting}: with {share} a resumed run would lack the {stage}'s log-probabilities of replayed groups;"
+            f" {remedy}"
         )

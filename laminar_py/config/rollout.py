@@ -78,17 +78,17 @@ class BufferConfig(Section):
 
     capacity: Count | None = None
     """Most live trajectories (running, being scored, ready, in the learner); at this number no prompt is admitted.
-    Default: 4 learner steps and one batch for each replica."""
+    Default: 4 learner steps without replayed ones, and one batch for each replica."""
     replay: ReplayConfig = ReplayConfig()
     """Replay: steps train on earlier groups again."""
 
 
-def check_buffer(capacity: int, trajectories_per_step: int) -> None:
-    """Raise `ConfigError` if the buffer cannot hold one learner step."""
-    if capacity < trajectories_per_step:
+def check_buffer(capacity: int, new_per_step: int) -> None:
+    """Raise `ConfigError` if the buffer cannot hold the new trajectories of one learner step."""
+    if capacity < new_per_step:
         raise ConfigError(
-            f"buffer.capacity={capacity} is below one learner step of {trajectories_per_step} trajectories"
-            " (rollout.prompts_per_step * rollout.group_size); raise buffer.capacity"
+            f"buffer.capacity={capacity} is below one learner step of {new_per_step} new trajectories"
+            " (rollout.prompts_per_step * rollout.group_size, without replayed ones); raise buffer.capacity"
         )
 
 
@@ -162,9 +162,13 @@ class SamplingConfig(Section):
 
 
 def _usual_batch(rollout: dict[str, Any]) -> int:
-    """Return the default of `batch_per_replica` by the fields before it."""
-    groups, replicas = rollout["prompts_per_step"], rollout["replicas"]
-    return int(rollout["group_size"] * min(groups, -(-2 * groups // replicas)))
+    """Return the default of `batch_per_replica` by the fields before it, without replay."""
+    return usual_batch(rollout["prompts_per_step"], rollout["replicas"], rollout["group_size"])
+
+
+def usual_batch(groups: int, replicas: int, group_size: int) -> int:
+    """Return the trajectories that each replica admits by default, if a step takes so many new groups."""
+    return group_size * min(groups, -(-2 * groups // replicas))
 
 
 class RolloutConfig(Section):
@@ -195,7 +199,7 @@ class RolloutConfig(Section):
     """Samples of one prompt (K). 1 needs an `algorithm.advantage` without a group: `gae` or `batch_std`."""
     batch_per_replica: Count = Field(default_factory=_usual_batch)
     """Trajectories that a draining replica admits under one version before it loads newer weights. Default: twice
-    a replica's share of a learner step, at most a whole step, in whole groups."""
+    a replica's share of a step's new groups, at most all of them, in whole groups."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are sampled."""
     max_seconds: Seconds | None = None
@@ -208,7 +212,7 @@ class RolloutConfig(Section):
     sampling). With process rewards the rewards of tokens count. `algorithm.advantage` of `batch_std` or `gae`
     always trains on all groups."""
     max_refill: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
-    """`refill`: most groups that are generated for one step, as a multiple of `prompts_per_step`. Then the step
+    """`refill`: most groups that are generated for one step, as a multiple of its new groups. Then the step
     runs with the groups that have signal, and an event says how many groups were solved or hopeless. Below one
     group in four with signal, other prompts help more than more groups. A step without any such group generates
     more; 1,000 groups in a row without signal end the run."""

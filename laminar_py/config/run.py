@@ -45,6 +45,7 @@ from laminar_py.config.rollout import (
     check_planner,
     check_rollout,
     check_schedule,
+    usual_batch,
 )
 from laminar_py.config.section import Count, Seconds, Section
 from laminar_py.config.tracking import TrackingConfig
@@ -107,6 +108,18 @@ class RunConfig(Section):
     """Reactions to silent failures."""
 
     @model_validator(mode="after")
+    def _fill_in_batch(self) -> Self:
+        """Replace the default of `batch_per_replica` where steps replay: it is for a step's new groups.
+
+        Sections are frozen, so the validator that completes one writes past pydantic.
+        """
+        rollout = self.rollout
+        if self.buffer.replay.share and "batch_per_replica" not in rollout.model_fields_set:
+            batch = usual_batch(self.fresh_groups, rollout.replicas, rollout.group_size)
+            self.__dict__["rollout"] = rollout.model_copy(update={"batch_per_replica": batch})
+        return self
+
+    @model_validator(mode="after")
     def _check(self) -> Self:
         """Check settings of different sections against each other. Raises `ConfigError`."""
         algorithm, rollout = self.algorithm, self.rollout
@@ -114,11 +127,11 @@ class RunConfig(Section):
         check_rollout(rollout, least_group=1 if algorithm.normalises_step else 2)
         check_overlong(algorithm, rollout.sampling)
         check_microbatches(self.packer, self.learner, rollout, staged=bool(algorithm.computing_stages))
-        check_buffer(self.capacity, self.trajectories_per_step)
+        check_buffer(self.capacity, self.new_per_step)
         check_replay(
             self.buffer.replay,
             prompts_per_step=rollout.prompts_per_step,
-            staged_reference=algorithm.reference_in_own_process,
+            stages=algorithm.stages,
         )
         check_reference(algorithm, random_start=random_start)
         check_teaching(algorithm, rollout, self.reward)
@@ -216,14 +229,19 @@ class RunConfig(Section):
         return groups - self.buffer.replay.groups_of(groups)
 
     @property
+    def new_per_step(self) -> int:
+        """Trajectories of a learner step without replayed ones: as many as replicas generate for it."""
+        return self.fresh_groups * self.rollout.group_size
+
+    @property
     def capacity(self) -> int:
-        """Most live trajectories: `buffer.capacity`, by default 4 steps and the trajectories of all replicas.
+        """Most live trajectories: `buffer.capacity`, by default 4 steps and the batches of all replicas.
 
         With `staleness.control` the default has room for its largest bound.
         """
         control = self.staleness.control
         steps = 4 if control is None else max(4, 1 + control.max)
-        return self.buffer.capacity or steps * self.trajectories_per_step + self._in_flight
+        return self.buffer.capacity or steps * self.new_per_step + self._in_flight
 
     @property
     def _in_flight(self) -> int:

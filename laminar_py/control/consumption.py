@@ -189,10 +189,30 @@ class Consumption:
         return len(undone)
 
     def restore_pool(self, consumed: Iterable[ConsumedGroup]) -> None:
-        """Fill an empty pool with groups that a resumed run may replay, in order of consumption."""
+        """Fill an empty pool with groups of an earlier controller, in order of consumption.
+
+        A group is replayed no more if it fits no microbatch of this config, or lacks a column of its loss.
+        """
+        columns, unfit = self._state.settings.scored_columns, []
         for group in consumed:
-            members = [self._masked(member.as_ref()) for member in group.members]
-            self._pool.add(PooledGroup(id=group.id, step=group.step, members=members, replays=list(group.replays)))
+            rows = list(group.members)
+            members = [self._masked(row.as_ref()) for row in rows]
+            usable = not (any(map(self._excess, members)) or any(row.missing(columns) for row in rows))
+            unfit += [] if usable else [group.id]
+            self._state.recorder.machine.hold(rows)
+            self._pool.add(
+                PooledGroup(
+                    id=group.id,
+                    step=group.step,
+                    members=members,
+                    replays=list(group.replays),
+                    rows=rows,
+                    usable=usable,
+                )
+            )
+        if unfit:
+            why = "they exceed packer.max_tokens or lack a column that the loss needs"
+            log.warning("%d groups are replayed no more, since %s: %s", len(unfit), why, ", ".join(unfit))
 
     # ---- choosing a batch
 
@@ -239,20 +259,23 @@ class Consumption:
         return self._state.settings.masks_truncated and reason is FinishReason.LENGTH
 
     def _drop_if_too_long(self, member: LiveTrajectory, ref: TrajectoryRef) -> bool:
-        """Drop a member that fits no microbatch, and return whether it was dropped; the config makes this rare.
+        """Drop a member that fits no microbatch, and return whether it was dropped; the config makes this rare."""
+        if detail := self._excess(ref):
+            self._state.drop([member], DropReason.TOO_LONG, detail)
+        return bool(detail)
+
+    def _excess(self, ref: TrajectoryRef) -> str:
+        """Return the tokens of a response that fits no microbatch, and the limit; "" if it fits.
 
         A tree is cut, so its longest sequence counts, unless the loss needs whole responses.
         """
         packing = self._packing
         if packing is None or ref.num_tokens <= packing.max_tokens:
-            return False
+            return ""
         paths = [path.num_tokens(len(ref.prompt_ids)) for path in ref.token_paths]
         num_tokens = max(paths) if packing.cuts else row_size(ref).tokens
-        if num_tokens <= packing.max_tokens:
-            return False
-        detail = f"{num_tokens} tokens, packer.max_tokens {packing.max_tokens}"
-        self._state.drop([member], DropReason.TOO_LONG, detail)
-        return True
+        fits = num_tokens <= packing.max_tokens
+        return "" if fits else f"{num_tokens} tokens, packer.max_tokens {packing.max_tokens}"
 
     def _drop_stale(self, count: int) -> None:
         """Drop stale members among the first `count` groups of the buffer."""

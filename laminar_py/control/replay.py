@@ -2,7 +2,8 @@
 
 `control.consumption` feeds it at each commit and draws from it for each batch. The pool follows from the ledger:
 what steps consumed and replayed, without undone steps. So a resume rebuilds it, and a draw depends on it, the
-run's seed and the step alone.
+run's seed and the step alone. A group that cannot be replayed keeps its place, and draws pass over it. So a
+resumed run, which may find a loss of tokens later, draws the same groups.
 """
 
 from collections.abc import Callable, Collection
@@ -25,6 +26,7 @@ class PooledGroup:
     members: list[TrajectoryRef]  # as they were consumed, without the weight of their staleness
     replays: list[int] = field(default_factory=list)  # steps, ascending
     rows: list[LiveTrajectory] = field(default_factory=list)  # held, so that the ledger need not read them again
+    usable: bool = True  # False: its tokens are lost, or the config of a resume cannot train on it
 
     def age(self, age_of: Callable[[int], int]) -> int:
         """Return the staleness of its most stale member; a later version is older if a rollback undid it."""
@@ -52,9 +54,7 @@ class ReplayPool:
     @property
     def groups(self) -> list[PooledGroup]:
         """The groups that a step may draw, if they are young enough, in order of consumption."""
-        return [
-            group for group in self._groups[-self._replay.capacity :] if len(group.replays) < self._replay.most
-        ]
+        return [group for group in self._last if group.usable]
 
     def add(self, group: PooledGroup) -> None:
         """Take a group that a step consumed; one without members has nothing to replay."""
@@ -66,13 +66,10 @@ class ReplayPool:
 
         The draw changes nothing: `record` does, once the step is committed.
         """
-        young = [group for group in self.groups if group.age(age_of) <= self._replay.max_age]
-        count = min(self._wanted, len(young))
-        if not count:
-            return []
-        rng = np.random.default_rng([self._seed, step])
-        places = rng.choice(len(young), size=count, replace=False, p=self._chances(young))
-        return [young[place] for place in sorted(places.tolist())]
+        young = [group for group in self._last if group.age(age_of) <= self._replay.max_age]
+        waits = np.random.default_rng([self._seed, step]).exponential(size=len(young)) / self._weights(young)
+        order = [place for place in np.argsort(waits).tolist() if young[place].usable]
+        return [young[place] for place in sorted(order[: self._wanted])]
 
     def record(self, groups: Collection[PooledGroup], step: int) -> None:
         """Note that a committed step replayed these groups."""
@@ -91,17 +88,24 @@ class ReplayPool:
             group.replays = [at for at in group.replays if at <= step]
 
     def drop(self, trajectory_ids: Collection[str]) -> list[str]:
-        """Remove the groups of these trajectories, and return the ids of these groups."""
-        gone = [group.id for group in self._groups if any(member.id in trajectory_ids for member in group.members)]
-        self._groups = [group for group in self._groups if group.id not in gone]
+        """Let no step draw the groups of these trajectories; return the ids of the usable ones among them."""
+        lost = [group for group in self._groups if any(member.id in trajectory_ids for member in group.members)]
+        gone = [group.id for group in lost if group.usable]
+        for group in lost:
+            group.usable = False
         return gone
 
-    def _chances(self, young: list[PooledGroup]) -> npt.NDArray[np.float64]:
-        """[N] probability of each group to be drawn first, by `buffer.replay.by`."""
+    @property
+    def _last(self) -> list[PooledGroup]:
+        """The last `replay.capacity` groups, usable or not, without the groups that were replayed often enough."""
+        last = self._groups[-self._replay.capacity :]
+        return [group for group in last if len(group.replays) < self._replay.most]
+
+    def _weights(self, young: list[PooledGroup]) -> npt.NDArray[np.float64]:
+        """[N] weights by `buffer.replay.by`: each next group is drawn in proportion to them."""
         keys = [group.reward if self._replay.by is ReplayBy.REWARD else 0.0 for group in young]
         best_first = sorted(range(len(young)), key=lambda place: (-keys[place], -place))
         weights = np.ones(len(young))
         if self._replay.by is not ReplayBy.UNIFORM:
             weights[best_first] = 1.0 / np.arange(1, len(young) + 1)
-        chances: npt.NDArray[np.float64] = weights / weights.sum()
-        return chances
+        return weights

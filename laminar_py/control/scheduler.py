@@ -34,13 +34,12 @@ from laminar_py.records.trajectory import Kind, Prompt, TrajectoryRef
 def check_scored(live: Iterable[LiveTrajectory], algorithm: AlgorithmConfig) -> None:
     """Raise `ConfigError` if a live training response was scored without a column that the algorithm needs."""
     for entry in live:
-        for column in algorithm.scored_columns if entry.kind is Kind.TRAIN and entry.reward is not None else ():
-            own = entry.columns.get(column.name)
-            if own is None or own.dtype is not column.dtype:
-                raise ConfigError(
-                    f"algorithm.name={algorithm.name}: needs the column {column.name!r} in {column.dtype}, which"
-                    f" {entry.id} lacks; resume with the earlier algorithm, or start another run"
-                )
+        scored = entry.kind is Kind.TRAIN and entry.reward is not None
+        if scored and (column := entry.missing(algorithm.scored_columns)):
+            raise ConfigError(
+                f"algorithm.name={algorithm.name}: needs the column {column.name!r} in {column.dtype}, which"
+                f" {entry.id} lacks; resume with the earlier algorithm, or start another run"
+            )
 
 
 class TrajectoryScheduler:

@@ -14,6 +14,7 @@ from laminar_py.config.rollout import OnNewWeights, Schedule, StalePolicy, Witho
 from laminar_py.config.run import RunConfig
 from laminar_py.learner.packing.buffer import Packing
 from laminar_py.records.ages import WeightAges
+from laminar_py.records.columns import Column
 from laminar_py.records.engine import SamplingParams
 
 
@@ -121,6 +122,7 @@ class ControlSettings:
     packing: Packing | None = None  # None: a step takes the oldest groups
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     replayed_groups: int = 0  # of a step, at most
+    scored_columns: tuple[Column, ...] = ()  # that the loss needs of each response
 
 
 def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> ControlSettings:
@@ -161,6 +163,7 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
         ),
         replay=config.buffer.replay,
         replayed_groups=rollout.prompts_per_step - config.fresh_groups,
+        scored_columns=config.algorithm.scored_columns,
     )
 
 

@@ -204,7 +204,7 @@ class Machine:
         recovered.last_seq = self.live.pop(recovered.id, recovered).last_seq
         self.live[recovered.id] = recovered
 
-    def consumed(self, trajectory_id: str) -> LiveTrajectory | None:
+    def find_consumed(self, trajectory_id: str) -> LiveTrajectory | None:
         """Return a consumed trajectory, from the record if no code refers to it; None if it is not consumed."""
         row = self._ended.get(trajectory_id) or self._recall(trajectory_id)
         return row if row is not None and row.status is Status.CONSUMED else None
@@ -338,7 +338,7 @@ class Machine:
 
     def _record_replay(self, event: Replayed) -> None:
         """Count a replay of a trajectory that an earlier step consumed, at most one in a step; its row stays."""
-        row = self._find_consumed(event)
+        row = self._require_consumed(event)
         _require_finite(event, event.weight)
         last = self.marks.step
         if row.kind is not Kind.TRAIN or row.step is None or not row.step <= last < event.step:
@@ -351,7 +351,7 @@ class Machine:
 
     def _undone(self, event: Undone) -> LiveTrajectory:
         """Make a consumed trajectory ready again, since its step is undone."""
-        row = self._find_consumed(event)
+        row = self._require_consumed(event)
         if row.step != event.step:
             _refuse(event, f"step {row.step} consumed it")
         self._ended.pop(row.id, None)
@@ -418,9 +418,9 @@ class Machine:
             _refuse(event, f"it is {row.status}")
         return row
 
-    def _find_consumed(self, event: Undone | Replayed) -> LiveTrajectory:
+    def _require_consumed(self, event: Undone | Replayed) -> LiveTrajectory:
         """Return the consumed trajectory of an event. Raises `IllegalEventError`."""
-        row = self.consumed(event.trajectory_id)
+        row = self.find_consumed(event.trajectory_id)
         if row is None:
             _refuse(event, "it is not consumed")
         return row

@@ -6,13 +6,14 @@ it from the record.
 """
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import numpy as np
 
 from laminar_py.ledger.rows import TrajectoryRow, trajectory_rows
 from laminar_py.records.codec import response_digest
+from laminar_py.records.columns import Column
 from laminar_py.records.credit import Earned, Returns, RoleCredit, returns_of
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.environment import Problem
@@ -83,6 +84,14 @@ class LiveTrajectory(TrajectoryRow, kw_only=True, eq=False, gc=True, weakref=Tru
     def accepts(self, progress: Progress) -> bool:
         """Whether a report of the running trajectory has the current epoch and starts at the recorded length."""
         return self.status is Status.RUNNING and progress.epoch == self.epoch and progress.start == self.length
+
+    def missing(self, columns: Iterable[Column]) -> Column | None:
+        """Return the first of these columns that it does not have in the column's dtype, None if it has all."""
+        for column in columns:
+            own = self.columns.get(column.name)
+            if own is None or own.dtype is not column.dtype:
+                return column
+        return None
 
     def returns_by_role(self) -> dict[str, Returns]:
         """Return a scored trajectory's returns per token, by role that has turns; under "" without roles."""

@@ -28,7 +28,7 @@ WARN_S = 60.0  # between two warnings about an outage
 
 
 class ScoreFailures:
-    """Counts the failed scores of the reward `title`. A learner step has `step` trajectories.
+    """Counts the failed scores of the reward `title`. A learner step has `step` new trajectories.
 
     `trains` is False under `laminar eval`. The user gets one line for each task and reason, so that an unreliable
     reward does not fill the terminal.

@@ -6,9 +6,11 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
+from laminar_lab.audit import replay
 from laminar_lab.audit.checks import Rule
 from laminar_lab.audit.verify import verify
-from laminar_py.ledger.database import LEDGER_NAME, open_writer
+from laminar_py.ledger.database import LEDGER_NAME, open_writer, reading
+from laminar_py.ledger.trajectory import live_rows
 from laminar_py.ledger.writer import Stamped, Unwritten, Writer
 from laminar_py.records.columns import token_values
 from laminar_py.records.events import (
@@ -412,15 +414,34 @@ async def test_a_replay_is_judged_by_its_age_its_step_and_its_consumption(tmp_pa
     assert any(one.rule is rule and words in str(one) for one in found) if rule else found == []
 
 
-async def test_a_replay_beyond_its_bound_is_found(tmp_path):
+@pytest.mark.parametrize("weight", [1, 0])  # 0: it was cut, and is masked
+async def test_a_replay_beyond_its_bound_is_found_whatever_its_weight(tmp_path, weight):
     async with open_ledger(tmp_path) as ledger:
         begin(ledger, versions=(0, 1), replay_max_age=1)
         make_ready(ledger, "g0.0")
         ledger.append_all(consume(1, 0, "g0.0"))
         for step in (2, 3):
-            ledger.append_all([replayed(step), stepped(step, 1)])
+            ledger.append_all([replayed(step, weight=weight), stepped(step, 1)])
     (finding,) = verify(tmp_path)
-    assert str(finding) == "law 12: staleness: g0.0: 2 exceeds the bound of 1 and its weight is 1"
+    assert str(finding) == f"law 12: staleness: g0.0: 2 exceeds the bound of 1 and its weight is {weight}"
+
+
+async def test_a_row_that_is_replayed_again_is_not_read_again(tmp_path, monkeypatch):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0,))
+        make_ready(ledger, "g0.0")
+        ledger.append_all(consume(1, 0, "g0.0"))
+        for step in (2, 3):
+            ledger.append_all([replayed(step), stepped(step, 1)])
+    recalled = []
+    monkeypatch.setattr(replay, "live_rows", lambda *where: recalled.append(where) or live_rows(*where))
+    with reading(tmp_path) as connection:
+        again = replay.Replay(connection)
+        for stamped in again.read_events():
+            again.row_before(stamped.event)
+            again.apply_event(stamped)
+        assert again.violations == []
+    assert len(recalled) == 1
 
 
 def stepped(step, num_trajectories):

@@ -27,8 +27,9 @@ def test_the_config_of_a_larger_fleet_differs_in_that_alone():
         (
             ("rollout.prompts_per_step=64", "rollout.group_size=4"),
             1,
-            "rollout.replicas=1: a learner step takes 256 trajectories (rollout.prompts_per_step *"
-            " rollout.group_size), and 1 with rollout.batch_per_replica=128 admit 128 under a version; ask for 2",
+            "rollout.replicas=1: a learner step takes 256 new trajectories (rollout.prompts_per_step *"
+            " rollout.group_size, without replayed ones), and 1 with rollout.batch_per_replica=128 admit 128 under"
+            " a version; ask for 2",
         ),
         (
             ("rollout.engine.kind=sglang", "rollout.engine.urls=[http://127.0.0.1:1]", "rollout.replicas=1"),
@@ -42,6 +43,13 @@ def test_what_no_fleet_can_be_is_refused_in_one_line(settings, replicas, line):
         scaled(config(*settings), replicas)
     assert str(refused.value).startswith(line)
     assert "\n" not in str(refused.value)
+
+
+def test_a_fleet_may_shrink_to_what_a_step_without_its_replayed_groups_needs():
+    replays = ["rollout.prompts_per_step=64", "rollout.group_size=4", "buffer.replay.share=0.5"]
+    before = config(*replays)
+    assert before.new_per_step == before.rollout.batch_per_replica
+    assert scaled(before, 1).rollout == before.rollout.model_copy(update={"replicas": 1})
 
 
 def test_a_fleet_that_grows_or_whose_versions_mix_may_be_smaller_than_a_step():

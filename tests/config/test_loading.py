@@ -98,6 +98,13 @@ def test_an_unknown_key_is_answered_with_the_key_that_was_meant(override, meant)
             },
             "algorithm.reference_pass=stage: with buffer.replay.share=0.5 a resumed run would lack",
         ),
+        (
+            {
+                "buffer": {"replay": {"share": 0.5}},
+                "algorithm": {"teacher_coef": 1.0, "teacher": "models/teacher"},
+            },
+            "algorithm.teacher: with buffer.replay.share=0.5 a resumed run would lack the teacher's log-prob",
+        ),
         ({"staleness": {"policies": ["drop", "reweight"]}}, "staleness.policies=drop,reweight: only one"),
         ({"staleness": {"max_staleness": 1}, "learner": {"publish_every": 3}}, "set it to at least 2"),
         ({"rollout": {"engine": {"urls": ["http://a"]}}}, "unknown key; set rollout.engine.kind=sglang"),
@@ -180,9 +187,17 @@ def test_a_replica_admits_twice_its_share_of_a_step_at_most_a_step_and_at_least_
         "reward": {"use": ["math"]},
     }
     assert parse_config({**smallest, "rollout": rollout}).rollout.batch_per_replica == batch
-    assert (
-        parse_config({**smallest, "rollout": rollout | {"batch_per_replica": 48}}).rollout.batch_per_replica == 48
-    )
+    for buffer in ({}, {"replay": {"share": 0.5}}):
+        own = {**smallest, "buffer": buffer, "rollout": rollout | {"batch_per_replica": 48}}
+        assert parse_config(own).rollout.batch_per_replica == 48
+
+
+def test_a_replica_admits_no_more_for_groups_that_steps_replay():
+    config = parse_config({**MINIMAL, "buffer": {"replay": {"share": 0.75, "most": 9}}})
+    assert config.fresh_groups == 8
+    assert config.rollout.batch_per_replica == config.new_per_step == 64
+    assert config.capacity == 4 * 64 + 2 * 64
+    assert parse_config(config.model_dump(mode="json")) == config
 
 
 def test_a_missing_field_is_named():

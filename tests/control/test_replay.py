@@ -15,8 +15,10 @@ from laminar_lab.audit.verify import verify
 from laminar_py.config.replay import ReplayBy, ReplayConfig
 from laminar_py.control.replay import PooledGroup, ReplayPool
 from laminar_py.control.steps import step_events
+from laminar_py.learner.packing.buffer import Packing
 from laminar_py.ledger.database import segments_path
 from laminar_py.ledger.recovery import recover
+from laminar_py.records.columns import Column
 from laminar_py.records.events import Checkpointed, Consumed, Replayed, RolledBack
 from laminar_py.records.trajectory import FinishReason
 from tests.builders import make_finished
@@ -128,6 +130,25 @@ def test_a_group_that_lost_tokens_leaves_as_a_whole():
     pool = filled(make_pool(), [0.0] * 3)
     assert pool.drop({"g1.1", "g9.0"}) == ["g1"]
     assert [one.id for one in pool.groups] == ["g0", "g2"]
+
+
+def test_a_resume_that_finds_lost_tokens_late_draws_what_the_run_would_have_drawn():
+    """The pool of a resumed run has a lost group again, until a step that draws it cannot read it."""
+    rewards = [0.0, 1.0] * 8
+    pools = [filled(make_pool(by=ReplayBy.REWARD, capacity=12, most=9), rewards) for _ in range(2)]
+    earlier, resumed = pools
+    earlier.drop({"g9.0", "g7.1"})
+    for step in range(1, 20):
+        drawn = []
+        for pool in pools:
+            groups = pool.draw(step, age_of=lambda version: 0)
+            while lost := {"g9.0", "g7.1"} & {member.id for group in groups for member in group.members}:
+                pool.drop(lost)
+                groups = pool.draw(step, age_of=lambda version: 0)
+            pool.record(groups, step)
+            drawn.append([group.id for group in groups])
+        assert drawn[0] == drawn[1]
+    assert resumed.drop({"g9.1"}) == [], "some step met it"
 
 
 # ---- with the rest of the control plane
@@ -268,6 +289,33 @@ async def play(history, run):
             assert pool_of(other) == kept
     async with open_ledger(run) as ledger:
         assert ledger.accounting().train == account
+
+
+async def test_a_resume_reads_no_row_again_and_leaves_out_what_it_cannot_train_on(tmp_path, monkeypatch):
+    async with open_ledger(tmp_path) as ledger:
+        begin(ledger, versions=(0,))
+        fleet = make_fleet(recorder=ledger, segments=segments_path(tmp_path))
+        consumed = [group.group_id for _ in range(2) for group in (await make_step(fleet)).groups]
+        ledger.append(Checkpointed(step=2, version=2, path="checkpoints/2", stall_s=0, elapsed_s=0))
+    groups = recover(tmp_path, kept=CAPACITY).consumed
+    longest = max(member.as_ref().num_tokens for group in groups for member in group.members)
+
+    def usable(**kwargs):
+        other = make_fleet(**kwargs)
+        other.scheduler.consumption.restore_pool(recover(tmp_path, kept=CAPACITY).consumed)
+        return [id for id, *_ in pool_of(other)]
+
+    assert usable() == consumed[-CAPACITY:]
+    assert usable(scored_columns=(Column(name="hints"),)) == []
+    assert usable(packing=Packing(max_tokens=longest, ranks=1)) == consumed[-CAPACITY:]
+    assert usable(packing=Packing(max_tokens=longest - 1, ranks=1)) != consumed[-CAPACITY:]
+    async with open_ledger(tmp_path) as ledger:
+        monkeypatch.setattr(ledger.machine, "_recall", lambda id: pytest.fail(f"{id} is read again"))
+        other = make_fleet(recorder=ledger)
+        other.scheduler.consumption.restore_pool(groups)
+        ids = [member.id for group in groups for member in group.members]
+        del groups
+        assert all(ledger.machine.find_consumed(id) is not None for id in ids)
 
 
 @pytest.mark.parametrize("kept", [0, 1])

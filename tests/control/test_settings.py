@@ -36,15 +36,20 @@ def test_a_batch_is_refilled_only_where_groups_without_signal_leave():
 
 
 SURPLUS = (
-    "24 groups of the run so far are ready or under way: its next 12 steps of rollout.prompts_per_step=2 train on"
-    " them before any new data, the last ones on data about 11 steps old"
+    "24 groups of the run so far are ready or under way: its next 12 steps take 2 of them each before any"
+    " new data, the last ones on data about 11 steps old"
 )
 
 
 @pytest.mark.parametrize(
     ("bound", "policies", "groups", "line"),
     [
-        (4, ["wait"], 24, f"{SURPLUS}, above staleness.max_staleness=4; a larger step uses them sooner, and"),
+        (
+            4,
+            ["wait"],
+            24,
+            f"{SURPLUS}, above staleness.max_staleness=4; a larger rollout.prompts_per_step uses",
+        ),
         (4, ["wait", "drop"], 24, f"{SURPLUS}; beyond staleness.max_staleness=4 groups are dropped"),
         (16, ["wait"], 24, SURPLUS),
         (4, ["wait"], 10, ""),

@@ -211,6 +211,22 @@ def test_mean_staleness_of_every_placement_is_within_its_bound(small):
     assert all(one.judgement.figures.staleness_mean <= 4 for one in small.ranked)
 
 
+@pytest.mark.parametrize("schedule", Schedule)
+def test_replicas_generate_no_replayed_groups_and_the_learner_trains_on_all(schedule):
+    whole, half = make_request(), make_request(replay_share=0.5)
+    assert (half.trajectories_per_step, half.new_per_step) == (512, 256)
+    assert half.learner_size(16_784) == whole.learner_size(16_784)
+    one = next(one for one in placements(half) if one.schedule is schedule and not one.shared)
+    found, usual = (estimate(request, one).times for request in (half, whole))
+    assert found.generation_s < usual.generation_s
+    assert found.learner_s == pytest.approx(usual.learner_s, rel=0.1), "weights travel more often beside it"
+    config, _ = shrunk_fleet(half, one, replicas=4, seed=0)
+    assert config.fresh_groups == -(-config.rollout.prompts_per_step // 2)
+    few = make_request(replay_share=0.05)  # one group of 32
+    assert few.new_per_step == 31 * 16
+    assert not shrunk_fleet(few, one, replicas=1, seed=0)[0].buffer.replay.share
+
+
 def test_a_shrunk_fleet_keeps_the_learners_speed_for_each_replica():
     request = make_request(nodes=8)
     one = placements(request)[0]

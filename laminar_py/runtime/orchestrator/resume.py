@@ -140,15 +140,17 @@ def describe_surplus(settings: ControlSettings, groups: int) -> str:
     if groups <= admission.limit or steps < 2:
         return ""
     line = (
-        f"{groups} groups of the run so far are ready or under way: its next {steps} steps of"
-        f" rollout.prompts_per_step={admission.batch} train on them before any new data, the last ones on data"
-        f" about {steps - 1} steps old"
+        f"{groups} groups of the run so far are ready or under way: its next {steps} steps take"
+        f" {admission.batch} of them each before any new data, the last ones on data about {steps - 1} steps old"
     )
     if bound.max_staleness is None or bound.max_staleness >= steps - 1:
         return line
     if StalePolicy.DROP in bound.policies:
         return f"{line}; beyond staleness.max_staleness={bound.max_staleness} groups are dropped"
-    more = "a larger step uses them sooner, and staleness.policies='[wait, drop]' drops what is too old"
+    more = (
+        "a larger rollout.prompts_per_step uses them sooner, and staleness.policies='[wait, drop]' drops what is"
+        " too old"
+    )
     return f"{line}, above staleness.max_staleness={bound.max_staleness}; {more}"
 
 

@@ -62,7 +62,7 @@ class Scoring:
         trains: bool = True,
     ) -> None:
         config, inputs = incarnation.config, incarnation.inputs
-        self.failures = ScoreFailures(config.reward.title, step=config.trajectories_per_step, trains=trains)
+        self.failures = ScoreFailures(config.reward.title, step=config.new_per_step, trains=trains)
         self._scorers = Scorers(incarnation, segments=segments)
         self._servers = RewardServers(incarnation, publish=self._scorers.publish_addresses)
         self._scheduler = scheduler

@@ -80,7 +80,8 @@ def _size(path: Path) -> int:
 
 async def restore_live(recovered: Recovered, segments: RunSegments, scheduler: TrajectoryScheduler) -> None:
     """Restore a crashed controller's trajectories, with tokens of journals; drop trajectories without segments."""
-    missing = await asyncio.to_thread(segments.find_missing, recovered.live)
+    consumed = (member for group in recovered.consumed for member in group.members)
+    missing = await asyncio.to_thread(segments.find_missing, [*recovered.live, *consumed])
     running = {
         entry.id: RecordedProgress(entry.epoch, entry.tokens[-1].end if entry.tokens else 0)
         for entry in recovered.live
