@@ -46,7 +46,7 @@ class ReplayConfig(Section):
         return int(self.share * prompts_per_step + 1e-9)
 
 
-def check_replay(replay: ReplayConfig, *, prompts_per_step: int, staged_reference: bool) -> None:
+def check_replay(replay: ReplayConfig, *, prompts_per_step: int, staged_reference: bool, controlled: bool) -> None:
     """Raise `ConfigError` if no group or not the wanted share of groups can be replayed."""
     if not replay.share:
         return
@@ -66,6 +66,11 @@ def check_replay(replay: ReplayConfig, *, prompts_per_step: int, staged_referenc
         raise ConfigError(
             f"buffer.replay.{name}={bound}: {share} replays each group {again / fresh:.2g} times"
             f" on average; raise {name} to at least {-(-again // fresh)}, or lower share"
+        )
+    if controlled:
+        raise ConfigError(
+            f"{share}: staleness.control would take replayed tokens for the effect of its bound; leave one of the"
+            " two out"
         )
     if staged_reference:
         raise ConfigError(

@@ -119,6 +119,7 @@ class RunConfig(Section):
             self.buffer.replay,
             prompts_per_step=rollout.prompts_per_step,
             staged_reference=algorithm.reference_in_own_process,
+            controlled=self.staleness.control is not None,
         )
         check_reference(algorithm, random_start=random_start)
         check_teaching(algorithm, rollout, self.reward)
