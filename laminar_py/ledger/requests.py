@@ -116,7 +116,7 @@ def last_settings(events: Iterable[Event]) -> dict[str, int | None]:
 
 
 def settings_by_hand(run: RunFolder, changes: Sequence[str]) -> list[str]:
-    """Return names of settings that a user changed in a running run; none that a later resume or `changes` name."""
+    """Return names of settings that a user changed in a running run, unless a resume or `changes` name them."""
     if not run.has_ledger:
         return []
     with reading(run.ledger) as connection:
