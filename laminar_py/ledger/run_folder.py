@@ -90,6 +90,7 @@ class RunFolder:
             lock.truncate(0)
             lock.write(f"{socket.gethostname()} {os.getpid()}")
             lock.flush()
+            os.fsync(lock.fileno())  # its time is now, also on a network
 
     @property
     def holder(self) -> tuple[str, int] | None:
