@@ -3,7 +3,8 @@
 `laminar compare` prints what differs in the configs, verdicts (`verdicts.py`), and tables of held-out sets, of
 costs until a level, and of speed. They compare evaluations of the first set where every run has two or more, else
 the reward in training. A run has reached a level at its first point at or above it. Runs whose configs differ only
-in their seeds are one group.
+in their seeds are one group, unless a user changed one of them while it was running. Configs have the values that
+users gave: `staleness.control` moves a bound of its own accord.
 """
 
 import json
@@ -30,6 +31,7 @@ from laminar_lab.curves import (
 )
 from laminar_lab.report.figures import FIGURES
 from laminar_lab.report.run_report import RunReport, read_report
+from laminar_lab.report.snapshot import changes_by_user, with_last_settings
 from laminar_lab.report.tails import NAMES, Measure, format_seconds
 from laminar_lab.report.terminal import make_table
 from laminar_lab.verdicts import CONFOUNDED, DEVICE_HOURS, OWN, Pair, SeedCurve, Seeds, judge, value_at
@@ -52,6 +54,7 @@ class ComparedRun:
     by_set: dict[str, list[Point]]  # evaluations, the first set first
     reward: list[Point]  # in training
     answers: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # mean rewards by pass and problem
+    changes: tuple[str, ...] = ()  # by a user while it was running
 
     @cached_property
     def evaluated(self) -> list[Point]:
@@ -67,8 +70,9 @@ class ComparedRun:
 def read_run(run: Path) -> ComparedRun:
     """Read a run. Raises `ConfigError` if `run` is not a run folder, or no trajectory has finished in it."""
     report = read_report(run)
-    config = report.snapshot.config
-    assert config is not None, "a report has a config"
+    written, happened = report.snapshot.written, report.snapshot.history.happened
+    assert written is not None, "a report has a config"
+    config = with_last_settings(written, happened, by_control=False)
     steps, sizes = report.snapshot.samples.steps, read_fleet_sizes(run)
     return ComparedRun(
         report=report,
@@ -76,6 +80,7 @@ def read_run(run: Path) -> ComparedRun:
         by_set=evaluation_curves(config, report.snapshot.history.evaluations, steps, sizes),
         reward=reward_curve(config, steps, sizes),
         answers=read_problem_rewards(run),
+        changes=changes_by_user(happened),
     )
 
 
@@ -134,11 +139,14 @@ def compare(runs: Sequence[ComparedRun]) -> Comparison:
 
 
 def _group_by_seed(runs: Sequence[ComparedRun], budget: float) -> tuple[SeedGroup, ...]:
-    """Group runs of one config and different seeds; `budget` is the device-hours of their results."""
+    """Group runs of one config and different seeds, and with the same changes by users.
+
+    `budget` is the device-hours of their results.
+    """
     places: dict[tuple[str, int], list[int]] = defaultdict(list)
     seen: Counter[tuple[str, int]] = Counter()
     for place, run in enumerate(runs):
-        config = _config_without_seed(run.config)
+        config = json.dumps([_config_without_seed(run.config), run.changes])
         places[config, seen[config, run.config.seed]].append(place)  # a repeated seed is no further seed
         seen[config, run.config.seed] += 1
     curves = [run.by_set for run in runs]
@@ -215,6 +223,7 @@ def comparison_tables(
     reports = [run.report for run in runs]
     heads, names = short_names(reports), group_names(runs, comparison)
     yield differences_table([run.config for run in runs], heads, width=width)
+    yield from change_lines(runs, heads)
     if (warning := seed_warning(comparison, names)) is not None:
         yield Text()
         yield warning
@@ -322,6 +331,14 @@ def verdict_lines(comparison: Comparison, names: Sequence[str]) -> Iterator[Text
         title, *lines = pair.lines(names, comparison.measure)
         yield Text(f"\n{title}", style="bold")
         yield from (Text(line, style="red" if line.startswith(CONFOUNDED) else "") for line in lines)
+
+
+def change_lines(runs: Sequence[ComparedRun], heads: Sequence[str]) -> Iterator[Text]:
+    """Yield a line for each run, by its name in `heads`, that a user changed while it was running."""
+    for head, run in zip(heads, runs, strict=True):
+        if run.changes:
+            line = f"CHANGED while it was running: {head}, {', '.join(run.changes)}; it is no seed of another run"
+            yield Text(line, style="red")
 
 
 def seed_warning(comparison: Comparison, names: Sequence[str]) -> Text | None:

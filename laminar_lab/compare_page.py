@@ -5,7 +5,7 @@ The page is one file without network, made of the same parts as the report's pag
 
 from collections.abc import Sequence
 
-from laminar_lab.compare import ComparedRun, Comparison, group_names, seed_curves
+from laminar_lab.compare import ComparedRun, Comparison, change_lines, group_names, seed_curves, short_names
 from laminar_lab.report.kit import Chart, Panel, Series
 from laminar_lab.report.page import Page, render_page
 from laminar_lab.verdicts import AXES, Axis, Pair, Seeds, band
@@ -29,12 +29,13 @@ def render_comparison(runs: Sequence[ComparedRun], comparison: Comparison) -> st
         seeds = [seed_curves(runs, group, points) for group in comparison.groups]
         charts = [_chart(axis, names, seeds, dots=name in sets) for axis in AXES]
         panels.append(Panel(id=f"curves-{place}", title=name, note=BANDS, charts=charts, is_wide=True))
+    changed = change_lines(runs, short_names([run.report for run in runs]))
     page = Page(
         name=f"Compared: {', '.join(names)}",
         seq=0,
         live=False,
         heard_s=0.0,
-        note="means and bands over seeds",
+        note="; ".join(["means and bands over seeds", *map(str, changed)]),
         cards=[],
         panels=panels,
     )

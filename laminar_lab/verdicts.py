@@ -33,7 +33,7 @@ LEAST_PAIRS = 3  # runs of equal seeds that are compared as pairs
 STAGES = (0.5, 1.0)  # budgets, as shares of the cost that every run has had
 CONFOUNDED = "CONFOUNDED"  # begins a line that names confounders
 _BLOCK = 100  # resamples at a time, which bounds the memory
-# beginnings of settings that change the costs or the measure, by topic; the first topic that fits has a setting
+# beginnings of settings that change costs, learning or the measure, by topic; a setting has the first that fits
 CONFOUNDERS = {
     "evaluation": ("eval.",),
     "devices": (
@@ -45,6 +45,13 @@ CONFOUNDERS = {
     "sampling": ("rollout.sampling.", "rollout.max_len"),
     "batch": ("rollout.group_size", "rollout.prompts_per_step"),
     "length": ("steps", "max_rl_seconds"),
+    "algorithm": ("algorithm.",),
+    "staleness and replay": ("staleness.", "buffer.", "learner.publish_every"),
+    "schedule": (
+        *("schedule", "repack.", "rollout.on_new_weights"),
+        *("rollout.without_signal", "rollout.max_refill", "rollout.group_deadline_s"),
+    ),
+    "optimizer": ("learner.", "packer."),
 }
 OWN = ("name", "runs", "tracking.", "warm_start.cache")  # settings that say nothing about how a run learns
 
@@ -284,10 +291,10 @@ def _verdict(first: Seeds, second: Seeds, axis: Axis, budget: float) -> BudgetVe
 
 
 def find_confounders(first: RunConfig, second: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Return settings that differ and that change costs or the measure, by topic of `CONFOUNDERS`.
+    """Return settings that differ and that change costs, learning or the measure, by topic of `CONFOUNDERS`.
 
-    The setting under study is none of them: where only settings of one topic differ, that topic is under study,
-    unless it is the evaluation.
+    Where only settings of one topic differ, that topic is under study and is none of them, unless it is the
+    evaluation. Where more differ, all are named, since nobody can tell which one is under study.
     """
     flat = [flatten(config) for config in (first, second)]
     keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if not key.startswith((*OWN, "seed"))]

@@ -117,7 +117,7 @@ def _describe_slots(slots: "list[Slot]", address: str | None) -> str:
 
 def _report(experiment: "Experiment") -> int:
     """Print the table of all runs and compare the finished runs; return their number."""
-    from laminar_lab.compare import compare, read_run, seed_warning, sets_table
+    from laminar_lab.compare import change_lines, compare, read_run, seed_warning, sets_table
     from laminar_lab.launcher.progress import RunState, progress_table, read_all_progress
 
     progress = read_all_progress(experiment)
@@ -126,9 +126,12 @@ def _report(experiment: "Experiment") -> int:
     finished = [entry.run for entry in progress if entry.state is RunState.FINISHED]
     folders = [run.folder.path for run in finished if run.folder is not None]
     if len(folders) > 1:
-        comparison = compare([read_run(folder) for folder in folders])
+        read = [read_run(folder) for folder in folders]
+        comparison = compare(read)
         names = [finished[group.runs[0]].variant for group in comparison.groups]
         wide.print(sets_table(comparison, names, width=wide.width))
+        for line in change_lines(read, [run.name for run in finished if run.folder is not None]):
+            wide.print(line)
         if (warning := seed_warning(comparison, names)) is not None:
             wide.print(warning)
         print_line(f"two runs side by side: laminar compare {folders[0]} {folders[1]}")

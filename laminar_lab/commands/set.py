@@ -20,8 +20,9 @@ def set_settings(
     """Change settings of a running run: staleness.max_staleness, learner.publish_every, buffer.capacity and
     rollout.replicas.
 
-    A change takes effect with the learner's next batch, and the run prints it. A resume keeps it. Other settings
-    change by a resume with key=value.
+    The settings are checked and changed as one. A change takes effect with the learner's next batch, and the run
+    prints it. A resume keeps it, and staleness.control leaves what you set. Other settings change by a resume with
+    key=value.
     """
     _ask(run, settings)
 
@@ -48,9 +49,7 @@ def _ask(run: Path, settings: Sequence[str]) -> None:
     folder = run_at(run)
     if folder.source.is_file():
         raise ConfigError(f"run={run}: an evaluation, whose settings cannot change; name a run of training")
-    config = load_config(folder.config, settings_on_record(folder, []))
-    for setting in settings:
-        config = changed(config, setting)
+    changed(load_config(folder.config, settings_on_record(folder, [])), *settings)
     words = " ".join(settings)
     if not folder.is_locked:
         resume = f"laminar train CONFIG --resume {words}"

@@ -45,6 +45,7 @@ from laminar_py.records.events import (
     RunEnded,
     RunStarted,
     Scaled,
+    SettingChanged,
     Stepped,
     StepSkipped,
 )
@@ -106,9 +107,16 @@ def find_presence(happened: Iterable[Happened], *, replicas: int) -> Presence:
     return Presence(np.array(replica_of, np.int32), np.array(start, np.float64), np.array(end, np.float64))
 
 
-def with_last_settings(config: RunConfig, happened: Sequence[Happened]) -> RunConfig:
-    """Return the config with the last fleet size and the last changed settings, from which remedies start."""
-    events = [stamped.event for stamped in happened]
+def with_last_settings(config: RunConfig, happened: Sequence[Happened], *, by_control: bool = True) -> RunConfig:
+    """Return the config with the last fleet size and the last changed settings, from which remedies start.
+
+    `by_control=False` leaves out changes of `staleness.control`.
+    """
+    events = [
+        stamped.event
+        for stamped in happened
+        if by_control or not isinstance(stamped.event, SettingChanged) or stamped.event.by == "user"
+    ]
     fleets = [event for event in events if isinstance(event, Scaled)]
     values = last_settings(events) | ({"rollout.replicas": len(fleets[-1].replicas)} if fleets else {})
     for name, value in values.items():
@@ -117,6 +125,26 @@ def with_last_settings(config: RunConfig, happened: Sequence[Happened]) -> RunCo
         if changed != getattr(config, section):
             config = config.model_copy(update={section: changed})
     return config
+
+
+def changes_by_user(happened: Iterable[Happened]) -> tuple[str, ...]:
+    """Return words of each change that a user made while the run was running, resumes left out.
+
+    E.g. "staleness.max_staleness=2 after step 40".
+    """
+    step, begins, found = 0, False, list[str]()
+    for stamped in happened:
+        event = stamped.event
+        if isinstance(event, RunStarted):
+            begins = True  # a controller, whose first fleet is no change
+        elif isinstance(event, Stepped | RolledBack):
+            step = event.step
+        elif isinstance(event, Scaled):
+            found += [] if begins else [f"rollout.replicas={len(event.replicas)} after step {step}"]
+            begins = False
+        elif isinstance(event, SettingChanged) and event.by == "user":
+            found.append(f"{event.name}={event.value} after step {event.step}")
+    return tuple(found)
 
 
 _KINDS = [  # of events that are not about one trajectory
@@ -304,7 +332,8 @@ class Snapshot:
 
     run: Path  # folder or ledger, as given
     name: str
-    config: RunConfig | None  # None: the folder has no config.yaml
+    config: RunConfig | None  # with the present values of settings; None: the folder has no config.yaml
+    written: RunConfig | None  # as config.yaml has it
     seq: int  # of the last event
     end_s: float  # time of the last event
     heard_s: float  # the same in seconds since 1970, long ago if the run was killed
@@ -362,6 +391,7 @@ def read_snapshot(run: Path) -> Snapshot:
             run=run,
             name=folder.resolve().name,
             config=None if config is None else with_last_settings(config, history.happened),
+            written=config,
             seq=seq,
             end_s=end_s,
             heard_s=heard_s,

@@ -3,6 +3,9 @@
 `laminar set` and the controller call it. A changed config passes all checks of a config.
 """
 
+from collections.abc import Iterable
+from typing import cast
+
 import yaml
 
 from laminar_py.config.loading import parse_config, read_yaml, setting_names
@@ -14,20 +17,40 @@ REPLICAS, BOUND, PUBLISH_EVERY = "rollout.replicas", "staleness.max_staleness", 
 CHANGEABLE = (BOUND, PUBLISH_EVERY, "buffer.capacity", REPLICAS)
 
 
-def changed(config: RunConfig, setting: str) -> RunConfig:
-    """Return the config with another value of one setting, e.g. `staleness.max_staleness=4`.
+def changed(config: RunConfig, *settings: str) -> RunConfig:
+    """Return the config with other values of settings, e.g. `staleness.max_staleness=4`, checked as one.
 
-    Raises `ConfigError` for a setting that a running run keeps, and for a value that the config refuses.
+    Raises `ConfigError` for a setting that a running run keeps, and for values that the config refuses.
     """
-    name, value = parse_change(setting)
-    if name == REPLICAS:
-        return scaled(config, value)
-    if name == BOUND and config.staleness.max_staleness is None:
+    values = dict(map(parse_change, settings))
+    if BOUND in values and config.staleness.max_staleness is None:
+        setting = f"{BOUND}={values[BOUND]}"
         raise ConfigError(f"{setting}: the run began without a bound; stop it and resume it with {setting}")
-    section, _, key = name.partition(".")
+    if REPLICAS in values:
+        _check_fleet(config, values[REPLICAS])
     tree = config.model_dump(mode="json")
-    tree[section][key] = value
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        tree[section][key] = value
     return parse_config(tree)
+
+
+def values_named(overrides: Iterable[str]) -> dict[str, int | None]:
+    """Return the values of `CHANGEABLE` settings that overrides of a resume name, alone or in their section.
+
+    E.g. {"staleness.max_staleness": 8} for `staleness={max_staleness: 8}`.
+    """
+    values: dict[str, int | None] = {}
+    for override in overrides:
+        key, _, text = override.partition("=")
+        value = read_yaml(text)
+        for name in CHANGEABLE:
+            section, _, inner = name.partition(".")
+            if name == key:
+                values[name] = cast("int | None", value)
+            elif section == key and isinstance(value, dict) and inner in value:
+                values[name] = value[inner]
+    return values
 
 
 def parse_change(setting: str) -> tuple[str, int]:
@@ -57,7 +80,12 @@ def value_of(config: RunConfig, name: str) -> int | None:
 
 
 def scaled(config: RunConfig, replicas: int) -> RunConfig:
-    """Return the config with another number of replicas. Raises `ConfigError`.
+    """Return the config with another number of replicas. Raises `ConfigError`."""
+    return changed(config, f"{REPLICAS}={replicas}")
+
+
+def _check_fleet(config: RunConfig, replicas: int) -> None:
+    """Raise `ConfigError` for a number of replicas that a running run cannot have.
 
     A smaller draining fleet must admit a learner step under one version, else the learner would wait for a second
     version at every step.
@@ -77,6 +105,3 @@ def scaled(config: RunConfig, replicas: int) -> RunConfig:
             f" {replicas} with rollout.batch_per_replica={most} admit {replicas * most} under a version;"
             f" ask for {-(-step // most)} at least"
         )
-    tree = config.model_dump(mode="json")
-    tree["rollout"]["replicas"] = replicas
-    return parse_config(tree)

@@ -53,10 +53,13 @@ class ReplayConfig(Section):
         return int(self.share * prompts_per_step + 1e-9)
 
 
-def check_replay(replay: ReplayConfig, *, prompts_per_step: int, stages: Collection[Source]) -> None:
+def check_replay(
+    replay: ReplayConfig, *, prompts_per_step: int, stages: Collection[Source], controlled: bool
+) -> None:
     """Raise `ConfigError` if no group or not the wanted share of groups can be replayed.
 
-    `stages` are the frozen models with a process each, whose columns are in memory only.
+    `stages` are the frozen models with a process each, whose columns are in memory only; `controlled` says whether
+    `staleness.control` is on.
     """
     if not replay.share:
         return
@@ -76,6 +79,11 @@ def check_replay(replay: ReplayConfig, *, prompts_per_step: int, stages: Collect
         raise ConfigError(
             f"buffer.replay.{name}={bound}: {share} replays each group {again / fresh:.2g} times"
             f" on average; raise {name} to at least {-(-again // fresh)}, or lower share"
+        )
+    if controlled:
+        raise ConfigError(
+            f"{share}: staleness.control would take replayed tokens for the effect of its bound; leave one of the"
+            " two out"
         )
     for stage in stages:
         setting, remedy = _OF_STAGE[stage]

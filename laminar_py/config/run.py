@@ -132,6 +132,7 @@ class RunConfig(Section):
             self.buffer.replay,
             prompts_per_step=rollout.prompts_per_step,
             stages=algorithm.stages,
+            controlled=self.staleness.control is not None,
         )
         check_reference(algorithm, random_start=random_start)
         check_teaching(algorithm, rollout, self.reward)

@@ -9,7 +9,8 @@ from laminar_py.config.section import ConfigError, Count, Section, Share
 
 class StalenessControl(Section):
     """Control of `max_staleness` within limits, by measurements of the last steps; off unless given, e.g. as
-    `staleness.control={}`. `max_staleness` is the start. Only for `schedule=async` with `wait` in `policies`."""
+    `staleness.control={}`. `max_staleness` is the start. Control leaves a bound that `laminar set` has changed,
+    until a resume names it. Only for `schedule=async` with `wait` in `policies`, without `buffer.replay.share`."""
 
     min: Annotated[int, Field(ge=0)] = 1
     """Least bound, learner steps."""

@@ -40,6 +40,7 @@ class StepBatch:
     wanted: int = 0  # groups that the step asked for, without replayed ones
     refilled: tuple[float, ...] = ()  # one reward of each group without signal that `refill` replaced
     spare: int = 0  # ready groups that it left in the buffer
+    waited_s: float = 0.0  # for which the learner waited for it, without checkpoints and restarts before
     ages: dict[int, int] = field(default_factory=dict)  # staleness by version, see `records.ages`
 
     @property

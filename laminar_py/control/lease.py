@@ -143,6 +143,8 @@ async def leased_batch(
 
     The learner keeps the devices if the next batch is there already. A cancelled call puts the batch back.
     """
+    loop = asyncio.get_running_loop()
+    asked_s = loop.time()
     take = asyncio.create_task(scheduler.next_batch(groups=groups, version=version), name="take-batch")
     try:
         if not (await asyncio.wait([take], timeout=GRACE_S))[0]:
@@ -150,6 +152,7 @@ async def leased_batch(
         batch = await take
         if batch.trajectories:
             await lease.take(step)
+        batch.waited_s = loop.time() - asked_s
         return batch
     except asyncio.CancelledError:
         take.cancel()

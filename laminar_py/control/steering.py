@@ -3,14 +3,18 @@
 `control.live_settings` owns it and applies its changes. It weighs two costs over a window of steps. A tight bound
 costs time, since the learner waits for groups that may not begin yet. A wide bound costs signal: the effective
 sample size of old data falls. The number of groups in flight follows the bound (`Admission.limit`). At the end of
-a window, the first of these rules that applies changes the bound, the first three by 1:
+a window the first of these rules that applies makes one change. The first two change the steps between two
+versions by 1, within `max_publish_every` and the bound, and the next three change the bound by 1:
 
-1. The oldest data is less effective than `least_effective`: lower.
-2. The last rise did not let the learner work more of the time: undo it, and rise again only once the learner
-   waits much more.
-3. The learner waits for a tenth of the time, and little is lost to old data: rise.
-4. Whole further batches lay ready at every step: lower, by as many, which makes data fresher and costs nothing.
+1. The learner waits for publishes for a tenth of the time: publish more rarely. A rise stays on trial.
+2. Publishes delay it no longer: publish more often, down to the number that the user wrote.
+3. The oldest data is less effective than `least_effective`: lower.
+4. The last rise did not let the learner work more of the time: undo it. Until `RETRY` windows later, rise again
+   only if the learner waits much more than before; this threshold falls with each window.
+5. The learner waits for a tenth of the time, and little is lost to old data: rise.
+6. Whole further batches lay ready at every step: lower, by as many, which makes data fresher and costs nothing.
 
+A setting that the user changed in the running run is held: no rule changes it, nor does a collapse.
 A collapse lowers the bound to its least at once: the reward falls clearly while old data has lost its signal.
 Means of the reward over a few steps are too noisy to judge a single change by, so only a collapse reads them.
 """
@@ -29,6 +33,7 @@ PAYS = 1.03  # a rise pays if the learner works for this many times its share of
 FEW = 0.05  # of a window's tokens: staler ones do not count
 LOST_SIGNAL = 0.3  # effectiveness of old data in a collapse
 FALL, SIGMAS = 0.25, 3.0  # of the best reward, and standard errors, by which the reward falls in a collapse
+RETRY = 20  # windows after which the same share of waits may lead to the rise that was undone
 RESTED = 10  # windows without a rise after a collapse, and in which old data may have lost its signal before one
 
 
@@ -45,48 +50,73 @@ class Change:
 class Window:
     """Measurements of some steps, e.g. `Window(waits=0.2, stalled=0.01, effective=0.9, spare=0)`."""
 
-    waits: float  # share of the time in which the learner had no batch
+    waits: float  # share of the time in which the learner waited for its next batch
     stalled: float  # share of the time in which it waited for publishes
-    effective: float  # effective sample size of the oldest data over the one of fresh data, in [0, 1]
+    effective: float  # effective sample size of the oldest data over the youngest's, in [0, 1]
     spare: int  # batches that lay ready at every step when the learner took its own
 
 
-class StalenessSteering:
-    """Decides after each step; `publish_every` is the least number of steps between two versions."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A step of a window."""
 
-    def __init__(self, control: StalenessControl, *, publish_every: int) -> None:
+    row: StepRow
+    spare: int  # batches that it left ready
+    waited_s: float  # for its batch alone
+
+
+class StalenessSteering:
+    """Decides after each step; `publish_every` is the least number of steps between two versions.
+
+    Settings that `held` names stay.
+    """
+
+    def __init__(self, control: StalenessControl, *, publish_every: int, held: Iterable[str] = ()) -> None:
         self._control = control
         self._least_every = publish_every
+        self._held = set(held)
         self._skip: int | None = None  # steps that do not count, since their data is from before a change
-        self._rows: list[tuple[StepRow, int]] = []  # of the present window, with spare batches
+        self._rows: list[Measured] = []  # of the present window
         self._waits_before: float | None = None  # the rise is on trial: share of waits before it
-        self._rise_at = MUCH  # least share of waits for a rise
-        self._fresh = 1.0  # effective sample size of fresh data, when last known
+        self._rise_at = MUCH  # least share of waits for a rise; above 1: none for now
+        self._fresh = 1.0  # effective sample size of the youngest data, when last known
         self._rest = 0  # windows without a rise
         self._collapse = CollapseWatch(control.window)
 
-    def observe(self, row: StepRow, *, spare: int, bound: int, publish_every: int) -> tuple[Sequence[Change], str]:
+    def hold(self, name: str) -> None:
+        """Change a setting no longer, since the user has changed it by hand."""
+        self._held.add(name)
+
+    def begin_again(self, bound: int) -> None:
+        """Forget the measurements: another fleet, setting or learner makes the next steps."""
+        self._rise_at, self._waits_before = MUCH, None
+        self._begin_window(1 + bound)
+
+    def observe(
+        self, row: StepRow, *, spare: int, waited_s: float, bound: int, publish_every: int
+    ) -> tuple[Sequence[Change], str]:
         """Return the changes after a step, and the words of an alarm, "" without one.
 
-        `spare` is the number of whole batches that the step left ready. `bound` and `publish_every` are the
-        present values, also where a user changed them.
+        `spare` is the number of whole batches that the step left ready, and `waited_s` the seconds for which the
+        learner waited for its own batch alone. `bound` and `publish_every` are the present values, also where a
+        user changed them.
         """
         least = max(self._control.min, publish_every - 1)
-        self._fresh = effectiveness([row]).get(0, self._fresh)
         effective = self._oldest([row])
         if alarm := self._collapse.observe(row, effective):
             self._rest, self._waits_before = RESTED, None
             self._begin_window(bound)
-            lowers = [Change(BOUND, least, "the reward collapses on old data")] if bound > least else []
-            return lowers, alarm
+            lowers = bound > least and BOUND not in self._held
+            return [Change(BOUND, least, "the reward collapses on old data")] if lowers else [], alarm
         if self._skip is None:
             self._skip = 1 + bound  # the first batches wait for the first responses
         if self._skip:
             self._skip -= 1
             return (), ""
-        self._rows.append((row, spare))
+        self._rows.append(Measured(row, spare, waited_s))
         if len(self._rows) < self._control.window:
             return (), ""
+        self._rise_at = max(MUCH, self._rise_at - MUCH / RETRY)
         changes = list(self._decide(self._measure(), bound=bound, least=least, publish_every=publish_every))
         self._rest = max(0, self._rest - 1)
         self._begin_window(max([bound, *(one.value for one in changes)]) if changes else 0)
@@ -98,41 +128,55 @@ class StalenessSteering:
 
     def _measure(self) -> Window:
         """Return the measurements of the present window."""
-        rows = [row for row, _ in self._rows]
-        waited_s, stalled_s = sum(row.waited_s for row in rows), sum(row.publish_stall_s for row in rows)
+        rows = [one.row for one in self._rows]
+        waited_s, stalled_s = sum(one.waited_s for one in self._rows), sum(row.publish_stall_s for row in rows)
         whole_s = max(waited_s + stalled_s + sum(row.learner_s for row in rows), 1e-9)
         return Window(
             waits=waited_s / whole_s,
             stalled=stalled_s / whole_s,
             effective=self._oldest(rows),
-            spare=min(spare for _, spare in self._rows),
+            spare=min(one.spare for one in self._rows),
         )
 
     def _oldest(self, rows: Sequence[StepRow]) -> float:
-        """Return the effective sample size of the oldest data over the one of fresh data; 1 for fresh data
-        alone."""
+        """Return the effective sample size of the oldest data over the youngest's; 1 for fresh data alone.
+
+        Data of one age that is not fresh is compared with the youngest data that was last seen beside older data.
+        """
         by_age = effectiveness(rows)
-        oldest = max(by_age, default=0)
+        oldest, youngest = max(by_age, default=0), min(by_age, default=0)
+        if by_age and (not youngest or youngest < oldest):
+            self._fresh = by_age[youngest]
         return min(1.0, by_age[oldest] / self._fresh) if oldest and self._fresh > 0 else 1.0
 
     def _decide(self, window: Window, *, bound: int, least: int, publish_every: int) -> Iterator[Change]:
         """Yield at most one change: of the steps between two versions, else of the bound."""
-        control = self._control
-        before, self._waits_before = self._waits_before, None
-        most_every = control.max_publish_every or 0
-        if window.stalled >= MUCH and publish_every < most_every and publish_every <= bound:
+        if (every := self._decide_every(window, bound=bound, publish_every=publish_every)) is not None:
+            yield every
+        elif BOUND not in self._held:
+            yield from self._decide_bound(window, bound=bound, least=least)
+
+    def _decide_every(self, window: Window, *, bound: int, publish_every: int) -> Change | None:
+        """Return the change of the steps between two versions, None where they stay."""
+        most = 0 if PUBLISH_EVERY in self._held else self._control.max_publish_every or 0
+        if window.stalled >= MUCH and publish_every < most and publish_every <= bound:
             why = f"the learner waits for publishes {window.stalled:.0%} of the time"
-            yield Change(PUBLISH_EVERY, publish_every + 1, why)
-        elif window.stalled <= LITTLE and self._least_every < publish_every <= most_every:
-            yield Change(PUBLISH_EVERY, publish_every - 1, "publishes delay the learner no longer")
-        elif bound > least and window.effective < control.least_effective:
-            why = f"the oldest data has {window.effective:.0%} of the effective sample size of fresh data"
+            return Change(PUBLISH_EVERY, publish_every + 1, why)
+        if window.stalled <= LITTLE and self._least_every < publish_every <= most:
+            return Change(PUBLISH_EVERY, publish_every - 1, "publishes delay the learner no longer")
+        return None
+
+    def _decide_bound(self, window: Window, *, bound: int, least: int) -> Iterator[Change]:
+        """Yield at most one change of the bound, which ends the trial of a rise."""
+        before, self._waits_before = self._waits_before, None
+        if bound > least and window.effective < self._control.least_effective:
+            why = f"the oldest data has {window.effective:.0%} of the effective sample size of the youngest"
             yield Change(BOUND, bound - 1, why)
         elif bound > least and before is not None and 1 - window.waits < PAYS * (1 - before):
             self._rise_at = window.waits + MUCH
             why = f"the learner waits {window.waits:.0%} of the time, and {before:.0%} before the bound rose"
             yield Change(BOUND, bound - 1, why)
-        elif bound < control.max and self._may_rise(window):
+        elif bound < self._control.max and self._may_rise(window):
             self._waits_before = window.waits
             why = (
                 f"the learner waits {window.waits:.0%} of the time, and old data loses {1 - window.effective:.0%}"
@@ -197,6 +241,6 @@ class CollapseWatch:
         self._effective.clear()
         return (
             f"step {row.step}: the mean reward fell from {best:.3g} to {mean:.3g}, and the oldest data had"
-            f" {least:.0%} of the effective sample size of fresh data; the learning rate is too high for data this"
-            " old: lower learner.lr or staleness.max_staleness, and resume from a checkpoint before the fall"
+            f" {least:.0%} of the effective sample size of the youngest; the learning rate is too high for data"
+            " this old: lower learner.lr or staleness.max_staleness, and resume from a checkpoint before the fall"
         )

@@ -16,6 +16,7 @@ from laminar_py.ledger.database import LEDGER_NAME, segments_path
 from laminar_py.records.events import Checkpointed
 from laminar_py.records.host import sync, write_file
 
+LOCK = "lock"  # file in a run's folder, written when a process gets the lock
 _RUN = "run"  # file in a run's folder in shared memory, with the path of the run
 
 
@@ -38,7 +39,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.source = path / "source.json"  # the weights of an evaluation, written once they have arrived
         self._lock: TextIO | None = None
-        self._lock_file = path / "lock"
+        self._lock_file = path / LOCK
 
     @property
     def name(self) -> str:
@@ -89,6 +90,7 @@ class RunFolder:
             lock.truncate(0)
             lock.write(f"{socket.gethostname()} {os.getpid()}")
             lock.flush()
+            os.fsync(lock.fileno())  # its time is now, also on a network
 
     @property
     def holder(self) -> tuple[str, int] | None:

@@ -33,14 +33,20 @@ def scale(folder, replicas):
 def test_the_controller_finds_the_wanted_settings(run):
     assert "asked for rollout.replicas=6" in scale(run.path, 6).output
     call("set", run.path, "staleness.max_staleness=2", "learner.publish_every=2")
-    wanted = ["rollout.replicas=6", "staleness.max_staleness=2", "learner.publish_every=2"]
-    assert take_wanted(run.path) == wanted
+    call("set", run.path, "buffer.capacity=9000")
+    wanted = [["rollout.replicas=6"], ["staleness.max_staleness=2", "learner.publish_every=2"]]
+    assert take_wanted(run.path, 0) == [*wanted, ["buffer.capacity=9000"]]
+
+
+def test_settings_that_only_hold_together_are_left_in_any_order(run):
+    call("set", run.path, "learner.publish_every=6", "staleness.max_staleness=8")
+    assert take_wanted(run.path, 0) == [["learner.publish_every=6", "staleness.max_staleness=8"]]
 
 
 def test_a_setting_that_a_running_run_keeps_is_refused_with_the_way_to_change_it(run):
     with pytest.raises(ConfigError, match=r"stop the run, and resume it with learner\.lr=1e-4"):
         call("set", run.path, "learner.lr=1e-4")
-    assert take_wanted(run.path) == []
+    assert take_wanted(run.path, 0) == []
 
 
 @pytest.mark.parametrize(
@@ -53,7 +59,7 @@ def test_a_setting_that_a_running_run_keeps_is_refused_with_the_way_to_change_it
 def test_a_number_that_the_config_refuses_is_not_left(run, replicas, line):
     with pytest.raises(ConfigError, match=line):
         scale(run.path, replicas)
-    assert take_wanted(run.path) == []
+    assert take_wanted(run.path, 0) == []
 
 
 def test_a_run_without_a_controller_and_an_evaluation_are_refused(run, tmp_path):

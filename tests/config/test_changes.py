@@ -64,6 +64,8 @@ def test_a_changed_setting_is_the_only_difference():
     after = changed(changed(before, "staleness.max_staleness=6"), "buffer.capacity=512")
     assert (after.staleness.max_staleness, after.capacity) == (6, 512)
     assert changed(before, "rollout.replicas=3") == scaled(before, 3)
+    together = changed(before, "learner.publish_every=6", "staleness.max_staleness=8")
+    assert (together.learner.publish_every, together.staleness.max_staleness) == (6, 8), "in either order"
     back = after.model_copy(update={"staleness": before.staleness, "buffer": before.buffer})
     assert back == before
 
@@ -96,6 +98,10 @@ def test_a_change_that_the_config_or_a_running_run_refuses_is_one_line(settings,
     [
         (("staleness.control={min: 4, max: 2}",), "staleness.control.min=4: is above staleness.control.max=2"),
         (("staleness.control={}", "staleness.max_staleness=null"), "staleness.max_staleness=null"),
+        (
+            ("staleness.control={}", "buffer.replay.share=0.5"),
+            "staleness.control would take replayed",
+        ),
         (("staleness.control={}", "schedule=one_step"), "admit as much at any bound"),
         (("staleness.control={}", "staleness.policies=[drop]"), "admit as much at any bound"),
     ],

@@ -3,7 +3,6 @@
 import asyncio
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 
 from laminar_lab.audit.checks import ConsumptionCheck
@@ -20,6 +19,7 @@ from tests.control.test_steering import ROW
 from tests.runs.runs import REPO
 
 BOUND = "staleness.max_staleness"
+WAITED = SimpleNamespace(spare=0, waited_s=1.0)
 
 
 def make_settings(fleet, *overrides):
@@ -92,11 +92,41 @@ def test_control_changes_the_bound_after_a_step_and_says_why():
     fleet = Fleet(batch=4, capacity=400, max_staleness=1)
     settings, lines = make_settings(fleet, "staleness.control.window=2")
     for _ in range(4):
-        assert settings.stepped(msgspec.structs.replace(ROW, waited_s=1.0), SimpleNamespace(spare=0)) == ""
+        assert settings.stepped(ROW, WAITED) == ""
     (change,) = changes(fleet)
     assert (change.value, change.by) == (2, "control")
     assert lines == [f"step 0: {BOUND} 1 -> 2, since {change.reason}"]
     assert settings.config.staleness.max_staleness == 2
+
+
+def test_control_leaves_a_setting_that_the_user_changes_by_hand():
+    fleet = Fleet(batch=4, capacity=400, max_staleness=1)
+    settings, lines = make_settings(fleet, "staleness.control.window=2")
+    said = settings.change(f"{BOUND}=1", by="user")
+    assert said == f"step 0: {BOUND} 1 -> 1, which staleness.control leaves from now on"
+    assert settings.change(f"{BOUND}=1", by="user") == f"{BOUND} is 1 already"
+    for _ in range(20):
+        settings.stepped(ROW, WAITED)
+    assert ([one.by for one in changes(fleet)], lines) == (["user"], [])
+    held = LiveSettings(settings.config, scheduler=fleet.scheduler, held=[BOUND])
+    for _ in range(20):
+        held.stepped(ROW, WAITED)
+    assert len(changes(fleet)) == 1, "a resume leaves it too"
+
+
+def test_control_returns_to_the_publishes_that_the_user_wrote_and_not_to_those_on_record():
+    fleet = Fleet(batch=4, capacity=400, max_staleness=4, publish_every=3)
+    config = load_config(
+        REPO / "configs/quickstart.yaml",
+        ["staleness.control={window: 2, max_publish_every: 4}", "learner.publish_every=3"],
+    )
+    settings = LiveSettings(config, scheduler=fleet.scheduler, publish_every=1)
+    for _ in range(40):
+        settings.stepped(ROW, SimpleNamespace(spare=0, waited_s=0.0))
+    assert [(one.name, one.value) for one in changes(fleet)] == [
+        ("learner.publish_every", 2),
+        ("learner.publish_every", 1),
+    ]
 
 
 def consumed(step, staleness, *, weight=1.0):

@@ -17,6 +17,7 @@ from laminar_lab.compare import (
     ComparedRun,
     Comparison,
     SeedGroup,
+    change_lines,
     compare,
     seed_warning,
     sets_table,
@@ -76,6 +77,16 @@ def test_runs_that_differ_in_their_seeds_stand_together_with_every_set_at_equal_
     assert found.groups[0].at_end == {"first": (0.9, 0.9), "hard": (0.4, 0.9)}
     assert found.groups[0].at_equal == {"first": (0.9, 0.5), "hard": (0.4, 0.6)}, "on the line between evaluations"
     assert found.groups[1].at_equal == {"first": (0.5,), "hard": (0.8,)}
+
+
+def test_a_run_that_a_user_changed_is_named_and_no_seed_of_the_others():
+    configs = [load_config(REPO / "configs/quickstart.yaml", [f"seed={seed}"]) for seed in range(3)]
+    runs = [make_run(3600.0, 1, (0.0, 0.1), (3600.0, 0.9), config=config) for config in configs]
+    assert [group.runs for group in compare(runs).groups] == [(0, 1, 2)]
+    runs[1] = replace(runs[1], changes=("staleness.max_staleness=2 after step 40",))
+    assert [group.runs for group in compare(runs).groups] == [(0, 2), (1,)]
+    (line,) = change_lines(runs, ["a", "b", "c"])
+    assert "b, staleness.max_staleness=2 after step 40" in str(line)
 
 
 @pytest.mark.parametrize(

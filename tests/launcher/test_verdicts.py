@@ -182,7 +182,20 @@ def test_seeds_that_cannot_tell_are_said_to():
         (["algorithm.name=reinforce_pp", "seed=3", "name=other"], {}),
         (["rollout.replicas=5"], {}),
         (["eval.every_steps=7"], {"evaluation": ("eval.every_steps",)}),
-        (["learner.lr=1e-5", "rollout.replicas=5"], {"devices": ("rollout.replicas",)}),
+        (["learner.lr=1e-5", "learner.grad_clip=0.5"], {}),
+        (
+            ["learner.lr=1e-5", "rollout.replicas=5"],
+            {"devices": ("rollout.replicas",), "optimizer": ("learner.lr",)},
+        ),
+        (
+            ["learner.lr=1e-5", "learner.publish_every=2", "algorithm.kl_coef=0.25", "schedule=one_step"],
+            {
+                "algorithm": ("algorithm.kl_coef",),
+                "staleness and replay": ("learner.publish_every",),
+                "schedule": ("schedule",),
+                "optimizer": ("learner.lr",),
+            },
+        ),
         (
             ["rollout.group_size=16", "rollout.sampling.temperature=0.7", "reward.workers=2"],
             {

@@ -1,13 +1,14 @@
 """Requests of `laminar set`: taken while the learner has no batch, refused in one line, shown and recorded."""
 
 import asyncio
+import os
 from types import SimpleNamespace
 
 import pytest
 
 from laminar_py.config.loading import load_config
-from laminar_py.ledger.requests import write_wanted
-from laminar_py.ledger.run_folder import RunFolder
+from laminar_py.ledger.requests import WANTED, write_wanted
+from laminar_py.ledger.run_folder import LOCK, RunFolder
 from laminar_py.records.events import SettingChanged
 from laminar_py.runtime.orchestrator import requests as requests_module
 from laminar_py.runtime.orchestrator.requests import SettingRequests
@@ -60,11 +61,13 @@ def changes(scheduler):
 async def test_a_request_is_recorded_and_shown_and_a_wrong_one_is_a_line(made):
     requests, scheduler, seen = made
     loop = asyncio.create_task(requests.run())
-    write_wanted(seen.path, ["learner.lr=1", f"{BOUND}=2", "buffer.capacity=800"])
-    await until(lambda: len(seen.lines) == 3)
+    write_wanted(seen.path, ["learner.lr=1"])
+    write_wanted(seen.path, [f"{BOUND}=2", "buffer.capacity=800"])
+    await until(lambda: len(seen.lines) == 2)
+    await until(lambda: not list(seen.path.iterdir()))
     loop.cancel()
     assert "a running run takes" in seen.lines[0]
-    assert seen.lines[1] == f"step 0: {BOUND} 4 -> 2"
+    assert seen.lines[1] == f"step 0: {BOUND} 4 -> 2; step 0: buffer.capacity its default -> 800"
     assert [(one.name, one.value, one.by) for one in changes(scheduler)] == [
         (BOUND, 2, "user"),
         ("buffer.capacity", 800, "user"),
@@ -77,11 +80,32 @@ async def test_a_request_waits_until_the_learner_has_no_batch(made):
     scheduler.state.num_in_step = 4
     loop = asyncio.create_task(requests.run())
     write_wanted(seen.path, [f"{BOUND}=2"])
-    await until(lambda: not list(seen.path.iterdir()))
+    await until(lambda: requests._waiting)
     await asyncio.sleep(0.01)
     assert scheduler.state.settings.bound.max_staleness == 4
-    loop.cancel()
+    assert list(seen.path.iterdir()), "it would not be lost with the controller"
     scheduler.state.num_in_step = 0
-    requests.stepped(ROW, SimpleNamespace(spare=0))
+    requests.stepped(ROW, SimpleNamespace(spare=0, waited_s=0.0))
     assert scheduler.state.settings.bound.max_staleness == 2
+    await until(lambda: not list(seen.path.iterdir()))
+    loop.cancel()
     assert seen.alarms == [("staleness", "learner", "")], "no words, no alarm"
+
+
+async def test_a_set_is_refused_as_a_whole_and_a_request_to_an_earlier_controller_is_one_line(made):
+    requests, scheduler, seen = made
+    write_wanted(seen.path, [f"{BOUND}=1"])
+    lock = seen.path / LOCK
+    lock.touch()
+    os.utime(lock, ns=(0, (seen.path / WANTED).stat().st_mtime_ns + 1))
+    loop = asyncio.create_task(requests.run())
+    await until(lambda: seen.lines)
+    assert seen.lines == [f"{BOUND}=1: was asked of an earlier controller, and is discarded; ask again"]
+    os.utime(lock, ns=(0, 0))
+    write_wanted(seen.path, ["buffer.capacity=800", "learner.publish_every=9"])
+    await until(lambda: len(seen.lines) == 2)
+    assert "trajectories between two versions are older" in seen.lines[1]
+    write_wanted(seen.path, ["learner.publish_every=6", f"{BOUND}=8"])
+    await until(lambda: len(seen.lines) == 3)
+    loop.cancel()
+    assert [(one.name, one.value) for one in changes(scheduler)] == [("learner.publish_every", 6), (BOUND, 8)]

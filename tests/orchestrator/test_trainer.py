@@ -254,9 +254,11 @@ async def generating(fleet, **settings):
 async def test_a_learner_that_dies_over_the_last_checkpoint_trains_again(tmp_path):
     death = PartCrashedError("learner-0", "no space left")
     async with training(tmp_path, "steps=2", fails={3: death}, admission="sync") as (trainer, learner, fleet):
+        trainer._went_back, back = lambda: back.append(trainer.step), []
         async with generating(fleet), asyncio.timeout(PATIENCE_S):
             await train(trainer, scheduler=fleet.scheduler)
         assert (trainer.step, learner.steps, learner.saves) == (2, 3, 4)
+        assert back == [1], "staleness.control measures again from there"
     assert recover(tmp_path, exists=RunFolder(tmp_path).has).checkpoint.step == 2
     assert verify(tmp_path) == []
 

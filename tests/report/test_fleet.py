@@ -2,9 +2,9 @@
 
 import math
 
-from laminar_lab.report.snapshot import Happened, find_presence, with_last_settings
+from laminar_lab.report.snapshot import Happened, changes_by_user, find_presence, with_last_settings
 from laminar_py.config.loading import load_config
-from laminar_py.records.events import PartStarted, ReplicaLeft, RunStarted, Scaled
+from laminar_py.records.events import PartStarted, ReplicaLeft, RolledBack, RunStarted, Scaled, SettingChanged
 from tests.runs.runs import REPO
 
 
@@ -47,3 +47,16 @@ def test_what_is_advised_starts_from_the_fleet_that_the_run_has_now():
     config = load_config(REPO / "configs/quickstart.yaml", ["rollout.replicas=2"])
     assert with_last_settings(config, [Happened(0.0, Scaled((0, 1, 4)))]).rollout.replicas == 3
     assert with_last_settings(config, []) is config
+
+
+def test_changes_by_a_user_are_told_from_those_of_control_and_of_resumes():
+    def bound(value, by):
+        return SettingChanged(step=9, name="staleness.max_staleness", value=value, by=by)
+
+    events = [started(1), Scaled((0, 1)), bound(2, "user"), bound(3, "control"), RolledBack(5, "learner_crashed")]
+    happened = [Happened(0.0, one) for one in [*events, Scaled((0,)), started(2), Scaled((0, 1, 2))]]
+    words = ("staleness.max_staleness=2 after step 9", "rollout.replicas=1 after step 5")
+    assert changes_by_user(happened) == words
+    config = load_config(REPO / "configs/quickstart.yaml", [])
+    assert with_last_settings(config, happened).staleness.max_staleness == 3
+    assert with_last_settings(config, happened, by_control=False).staleness.max_staleness == 2

@@ -314,6 +314,7 @@ class Controller:
             on_fault=partial(self._alarms.tell, "checkpoint", "learner"),
             check_step=self._alarms.stepped,
             stepped=requests.stepped,
+            went_back=requests.went_back,
         )
         migration = Migration(
             MigrationSettings.from_config(incarnation.config),

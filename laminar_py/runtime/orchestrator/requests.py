@@ -1,22 +1,24 @@
 """Changes of settings that a user asks of a running run, by `laminar set` and `laminar scale`.
 
-Owned by the controller. The commands leave `key=value` lines in the run's folder (`ledger.requests`). A change of
-the fleet begins at once. Another change waits until the learner has no batch, so that each batch follows one bound
-on staleness (law 12). The trainer calls `stepped` after each step, which also lets `staleness.control` change
-settings.
+Owned by the controller. The commands leave sets of `key=value` in the run's folder (`ledger.requests`), which stay
+there until they are on record. A set is checked as one. A change of the fleet begins at once. Other changes wait
+until the learner has no batch, so that each batch follows one bound on staleness (law 12). The trainer calls
+`stepped` after each step, which also lets `staleness.control` change settings.
 """
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
-from laminar_py.config.changes import REPLICAS, parse_change
+from laminar_py.config.changes import REPLICAS, changed, parse_change
+from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.control.consumption import StepBatch
 from laminar_py.control.dispatcher import Throttle
 from laminar_py.control.incoming import HOUSEKEEPING_S
 from laminar_py.control.live_settings import USER, LiveSettings
 from laminar_py.control.scheduler import TrajectoryScheduler
-from laminar_py.ledger.requests import take_wanted
+from laminar_py.ledger.requests import discard_old, forget_wanted, settings_by_hand, take_wanted
 from laminar_py.records.metrics import StepRow
 from laminar_py.runtime.orchestrator.alarms import Alarms
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
@@ -42,7 +44,13 @@ class SettingRequests:
     ) -> None:
         self._run, self._inputs, self._ledger = incarnation.run.path, incarnation.inputs, incarnation.ledger
         self._scoring, self._dispatch_loop, self._alarms = scoring, dispatch_loop, alarms
-        self._settings = LiveSettings(incarnation.config, scheduler=scheduler, show_line=self._show)
+        self._settings = LiveSettings(
+            incarnation.config,
+            scheduler=scheduler,
+            show_line=self._show,
+            publish_every=_written_publish_every(incarnation),
+            held=settings_by_hand(incarnation.run, incarnation.overrides) if incarnation.number > 1 else (),
+        )
         self._fleet = ElasticFleet(
             incarnation,
             settings=self._settings,
@@ -52,17 +60,24 @@ class SettingRequests:
             dispatch_loop=dispatch_loop,
             show_line=alarms.show_line,
         )
-        self._waiting: list[str] = []  # settings that wait for the end of a step; at most a few names
+        self._waiting: list[tuple[int, list[str]]] = []  # sets for the end of a step, with numbers of their files
+        self._taken = set[int]()  # numbers of files with settings that are not on record yet
+        self._number = 0  # of the next file
 
     async def run(self) -> None:
         """Take requests, and remove leaving replicas, until cancelled."""
+        if old := await asyncio.to_thread(discard_old, self._run):
+            self._show(f"{' '.join(old)}: was asked of an earlier controller, and is discarded; ask again")
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            for setting in await asyncio.to_thread(take_wanted, self._run):
-                await self._take(setting)
+            if wanted := await asyncio.to_thread(take_wanted, self._run, self._number):
+                self._taken.add(self._number)
+                for settings in wanted:
+                    await self._take(settings)
+                self._number += 1
             if self._waiting and self._settings.may_change:
                 self._change_waiting()
-                await self._ledger.commit()
+            await self._forget_recorded()
             await self._fleet.end_leaving()
 
     def stepped(self, row: StepRow, batch: StepBatch) -> None:
@@ -70,25 +85,39 @@ class SettingRequests:
         self._change_waiting()
         self._alarms.tell("staleness", "learner", self._settings.stepped(row, batch))
 
-    async def _take(self, setting: str) -> None:
-        """Change the fleet, or keep another setting for the end of the learner's step."""
+    def went_back(self) -> None:
+        """Let `staleness.control` measure again, after the learner went back to a checkpoint."""
+        self._settings.begin_again()
+
+    async def _take(self, settings: Sequence[str]) -> None:
+        """Check a set of settings; change the fleet, and keep the others for the end of the learner's step."""
         try:
-            name, value = parse_change(setting)
-            if name == REPLICAS:
-                self._show(await self._fleet.resize(value))
-            else:
-                self._waiting.append(setting)
+            changed(self._settings.config, *(one for _, waiting in self._waiting for one in waiting), *settings)
+            others = [setting for setting in settings if parse_change(setting)[0] != REPLICAS]
+            for setting in settings:
+                if setting not in others:
+                    self._show(await self._fleet.resize(parse_change(setting)[1]))
+            if others:
+                self._waiting.append((self._number, others))
         except ConfigError as error:
             self._show(str(error))
 
     def _change_waiting(self) -> None:
         """Make the changes that waited, in the order of their requests."""
         waiting, self._waiting = self._waiting, []
-        for setting in waiting:
+        for _, settings in waiting:
             try:
-                self._show(self._settings.change(setting, by=USER))
+                self._show(self._settings.change(*settings, by=USER))
             except ConfigError as error:
                 self._show(str(error))
+
+    async def _forget_recorded(self) -> None:
+        """Delete files of settings once these are on disk in the ledger."""
+        if done := self._taken - {number for number, _ in self._waiting}:
+            await self._ledger.commit()
+            for number in done:
+                await asyncio.to_thread(forget_wanted, self._run, number)
+            self._taken -= done
 
     def _show(self, line: str) -> None:
         """Log and show a line about a change, which may let more groups begin."""
@@ -96,3 +125,11 @@ class SettingRequests:
         self._alarms.show_line(line)
         self._scoring.grow(max_scored(self._settings.config, self._inputs))
         self._dispatch_loop.wake()
+
+
+def _written_publish_every(incarnation: Incarnation) -> int:
+    """Return the steps between two versions that the config or this resume says, without later changes."""
+    file = incarnation.run.config
+    if incarnation.number == 1 or not file.is_file():
+        return incarnation.config.learner.publish_every
+    return load_config(file, list(incarnation.overrides)).learner.publish_every

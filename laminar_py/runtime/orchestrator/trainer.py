@@ -103,9 +103,10 @@ class Trainer:
         on_fault: Callable[[str], None] = log.error,  # of a checkpoint, or of a learner that loaded one (law 13)
         check_step: Callable[[StepBatch, StepMetrics, int], None] = lambda batch, metrics, step: None,
         stepped: Callable[[StepRow, StepBatch], None] = lambda row, batch: None,  # before the next batch is taken
+        went_back: Callable[[], None] = lambda: None,  # to a checkpoint
     ) -> None:
         self.step = 0
-        self._check_step, self._stepped = check_step, stepped
+        self._check_step, self._stepped, self._went_back = check_step, stepped, went_back
         self._stop = stop
         self._config, self._run = incarnation.config, incarnation.run
         self._stream, self._supervisor = incarnation.inputs.stream, incarnation.supervisor
@@ -121,8 +122,7 @@ class Trainer:
             checkpointed=scheduler.consumption.checkpointed,
             on_fault=on_fault,
         )
-        self._on_fault = on_fault
-        self._show, self._show_line = show, show_line
+        self._on_fault, self._show, self._show_line = on_fault, show, show_line
         self._attention_share = 0.0
         self._refill = RefillWatch(
             max_refill=self._config.rollout.max_refill, record=self._ledger.append, end=stop.fail
@@ -434,6 +434,7 @@ class Trainer:
             await self._lease.give(self.step)
             raise
         await self.start()
+        self._went_back()
         self._scheduler.admit()
 
     async def _kill_learner(self, error: PartCrashedError) -> PartCrashedError:
