@@ -68,6 +68,6 @@ def test_nothing_is_handed_out_before_what_a_dead_controller_left_is_taken_up(nu
         number=number,
     )
     scheduler = make_scheduler(
-        incarnation, submit_for_scoring=lambda trajectory, prompt: None, reference=None, fail=print
+        incarnation, submit_for_scoring=lambda trajectory, prompt: None, frozen=(), fail=print
     )
     assert scheduler.state.phase is phase
