@@ -86,7 +86,7 @@ class Texts:
 
 @dataclass(slots=True, kw_only=True)
 class Followed:
-    """A response, and what it is expected to go on with: `rest`, from its token `length` on."""
+    """A response, and its expected continuation: `rest`, from its token `length` on."""
 
     prompt: bytes
     looks_at: int = 0  # length from which it looks for a text
