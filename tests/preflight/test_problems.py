@@ -51,7 +51,7 @@ def test_sources_side_by_side_keep_their_ids_apart_and_tasks_of_their_own(tmp_pa
 def test_an_evaluation_asks_no_teacher(tmp_path: Path) -> None:
     settings = ["algorithm={name: distill, teacher: 'http://127.0.0.1:9'}"]
     assert make_inputs(tmp_path, *settings, trains=False).sets
-    with pytest.raises(ConfigError, match="algorithm.teacher="):
+    with pytest.raises(ConfigError, match=r"algorithm\.teacher="):
         make_inputs(tmp_path, *settings)
 
 

@@ -79,6 +79,7 @@ def encode(text):
     ("change", "words"),
     [
         ({}, ""),
+        ({"longest": None}, ""),
         ({"tokenize": lambda text: encode(text)[::-1]}, "its tokenizer gives 'e-2;o"),
         ({"model_path": "FOLDER"}, "its tokenizer differs at id 7"),
         ({"vocab": 9}, "generate was refused with 400"),

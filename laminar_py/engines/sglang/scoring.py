@@ -58,7 +58,7 @@ class ServedInfo(msgspec.Struct, frozen=True):
 class ServedLimits(msgspec.Struct, frozen=True):
     """The field of `/server_info` with the longest input, which is shorter than so many tokens."""
 
-    max_req_input_len: int = 0
+    max_req_input_len: int | None = None
 
 
 class Tokenized(msgspec.Struct, frozen=True):
@@ -165,9 +165,10 @@ class ServedModel:
         )
 
     @property
-    def longest_input(self) -> int:
-        """Most tokens of a sequence that the server scores; 0 if it does not say."""
-        return max(0, self.ask(lambda server: server.get("server_info", ServedLimits)).max_req_input_len - 1)
+    def longest_input(self) -> int | None:
+        """Most tokens of a sequence that the server scores; None if it does not say."""
+        limit = self.ask(lambda server: server.get("server_info", ServedLimits)).max_req_input_len
+        return None if limit is None else limit - 1
 
     def ask(self, call: Callable[[ServerConnection], Awaitable[T]]) -> T:
         """Return the answer to a call on a new connection, and repeat it if the server fails.

@@ -64,7 +64,7 @@ def _check_server(config: RunConfig, url: str, tokenizer: Tokenizer, texts: Sequ
         raise ConfigError(f"{field}: {fault}; {SAME}")
     model.knows(read_sizes(config.model.path).vocab_size - 1, after=[tokenizer.eos_ids[0]])
     longest, max_len = model.longest_input, config.rollout.max_len
-    if longest < max_len:
+    if longest is not None and longest < max_len:
         raise ConfigError(
             f"{field}: scores at most {longest} tokens, below rollout.max_len={max_len}; start it with a larger"
             " --context-length and --max-total-tokens, or lower rollout.max_len"
