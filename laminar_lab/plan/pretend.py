@@ -60,10 +60,15 @@ def pretend(
     tree["learner"] |= {"world_size": 1, "context_parallel": 1, "lora": None}
     tree["eval"]["sets"], tree["warm_start"] = {}, None
     tree["algorithm"] |= _without_stages(config.algorithm)
-    algorithm = config.algorithm
-    if algorithm.trains_on_all_groups:  # also without its teacher
+    if config.algorithm.trains_on_all_groups:  # also without its teacher
         tree["rollout"]["without_signal"] = WithoutSignal.TRAIN.value
-    profile = replace(request, has_critic=False).profile(max(1, engine.gpus))  # `with_passes` below counts it
+    return parse_config(tree), _profile_of(config, request)
+
+
+def _profile_of(config: RunConfig, request: PlanRequest) -> EmulationProfile:
+    """Return the times of a config's replicas and learner, with every pass of its loss and the critic's work."""
+    algorithm, learner = config.algorithm, config.learner
+    profile = replace(request, has_critic=False).profile(max(1, config.rollout.engine.gpus))
     timed = with_passes(
         profile.learner,
         updates=algorithm.updates_per_step,
@@ -73,7 +78,7 @@ def pretend(
     )
     speed = timed.train_tokens_per_s * learner.context_parallel
     timed = timed.model_copy(update={"train_tokens_per_s": speed})
-    return parse_config(tree), profile.model_copy(update={"learner": timed})
+    return profile.model_copy(update={"learner": timed})
 
 
 def _without_stages(algorithm: AlgorithmConfig) -> dict[str, object]:

@@ -37,7 +37,6 @@ def test_a_step_with_a_critic_keeps_every_group_and_whole_responses():
         (["algorithm.critic.lr=1e-3"], "algorithm.critic: advantage=group_std uses no values; leave critic out"),
         (["algorithm.name=ppo", "algorithm.critic=null"], "advantage=gae needs a critic; leave critic out"),
         (["algorithm.name=tba", "algorithm.advantage=gae"], "objective=balance has no advantages"),
-        (["algorithm.name=distill", "algorithm.advantage=gae"], "the advantages come from the teacher"),
         (
             ["rollout.group_size=1"],
             "a group of one has no advantages; set at least 2, or set algorithm.name to ppo",
