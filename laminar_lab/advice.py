@@ -396,7 +396,8 @@ def _sparse(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:
     """Yield ways to more groups with a success: larger groups, refilled steps, easier prompts."""
     size = config.rollout.group_size
     yield Remedy("rollout.group_size", f"{size} -> {2 * size}", "a wider search finds the first right answer")
-    if config.rollout.without_signal is not WithoutSignal.REFILL:
+    keeps_all = config.algorithm.trains_on_all_groups
+    if not keeps_all and config.rollout.without_signal is not WithoutSignal.REFILL:
         change = f"{config.rollout.without_signal} -> refill"
         yield Remedy("rollout.without_signal", change, "steps are filled with groups that teach")
     yield Remedy("algorithm.name", f"{config.algorithm.name} -> tba", "an objective that learns off-policy")

@@ -14,6 +14,7 @@ from laminar_lab.step_time import version_bytes
 from laminar_py.config.cluster import Device
 from laminar_py.config.learner import Recompute
 from laminar_py.config.run import RunConfig
+from laminar_py.records.columns import Source
 from laminar_py.records.host import counted
 
 OTHERS = "all other processes"
@@ -71,6 +72,10 @@ def cpu_memory(config: RunConfig) -> list[CpuMemory]:
     return [
         CpuMemory("learner", learner.world_size, _learner_parts(shape, config)),
         CpuMemory("replica", rollout.replicas, replica),
+        *(
+            CpuMemory(str(stage), 1, _stage_parts(shape, config, stage))
+            for stage in config.algorithm.computing_stages
+        ),
         CpuMemory(OTHERS, 1, rest),
     ]
 
@@ -92,6 +97,19 @@ def _learner_parts(shape: ModelShape, config: RunConfig) -> Parts:
             "process": PROCESS_BYTES,
         }
     )
+
+
+def _stage_parts(policy: ModelShape, config: RunConfig, stage: Source) -> Parts:
+    """Return the bytes of a frozen model's process, whose layers keep nothing; nobody has measured it."""
+    folder = config.algorithm.reference if stage is Source.REFERENCE else config.algorithm.teacher_folder
+    shape, tokens = (None if folder is None else shape_at(folder)) or policy, config.packer.max_tokens
+    kept = activations(shape, Recompute.NONE, tokens=tokens) / shape.num_hidden_layers
+    return {
+        "weights": 4.0 * shape.total,
+        "activations": CPU_ACTIVATIONS * kept,
+        "logits": 4.0 * min(tokens, HEAD_TOKENS) * shape.vocab_size,
+        "process": PROCESS_BYTES,
+    }
 
 
 def cpu_faults(config: RunConfig, *, memory: float) -> tuple[list[str], list[str]]:

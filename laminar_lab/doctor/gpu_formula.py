@@ -64,12 +64,14 @@ def state_parts(shape: ModelShape, learner: LearnerConfig) -> Parts:
 
 
 def critic_parts(shape: ModelShape, learner: LearnerConfig) -> Parts:
-    """Return the bytes of a critic's states on a rank's GPU: a policy's, without the output embedding.
+    """Return the bytes of a critic's masters and moments on a rank's GPU: a policy's without the last embedding.
 
-    Its activations and gathered weights are never there with the policy's, and less, since it has no logits.
+    Its gradients, activations and gathered weights are never there with the policy's, which an update clears
+    first, and are no more: it has no logits.
     """
     headless = msgspec.structs.replace(shape, tie_word_embeddings=True)
-    return {"critic": sum(state_parts(headless, learner).values())}
+    held = ("masters (fp32)", "moments (fp32)")
+    return {"critic": sum(size for name, size in state_parts(headless, learner).items() if name in held)}
 
 
 def _peaks(shape: ModelShape, learner: LearnerConfig, *, tokens: int) -> Iterator[Parts]:

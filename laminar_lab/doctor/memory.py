@@ -250,7 +250,7 @@ def _learner_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> st
         if shape.num_key_heads % size == 0:
             each = -(-config.rollout.max_len // size)
             ranks = max(-(-learner.world_size // size) * size, MOST_RANKS // 8 // size * size)
-            shared = {
+            shared: dict[str, object] = {
                 "context_parallel": size,
                 "world_size": ranks,
                 "shard_ranks": None,
@@ -258,8 +258,11 @@ def _learner_fault(config: RunConfig, column: GpuMemory, gpu_bytes: float) -> st
                 if learner.recompute is Recompute.ALL_OFFLOADED
                 else Recompute.ALL,
             }
-            parts = learner_memory(shape, learner.model_copy(update=shared), tokens=each)
-            if has_margin(with_spare(parts, gpu_bytes), gpu_bytes):
+            changes = {
+                "learner": learner.model_copy(update=shared),
+                "packer": config.packer.model_copy(update={"max_tokens": each}),
+            }
+            if has_margin(_learner_gpu(shape, config.model_copy(update=changes), gpu_bytes), gpu_bytes):
                 wider = f", and let ranks share a microbatch: learner.context_parallel={size}"
                 return f"{tokens} to {each}{wider if size > learner.context_parallel else ''}"
     return f"{tokens}, with rollout.max_len, or train a smaller model"

@@ -1,6 +1,7 @@
 """A config whose engines compute, as a simulated run on GPUs that are not here, for `laminar simulate --gpu`."""
 
 import math
+from dataclasses import replace
 
 from laminar_lab.doctor.memory import memory_faults
 from laminar_lab.emulation.settings import EmulationProfile
@@ -14,6 +15,7 @@ from laminar_py.config import ConfigError, RunConfig, parse_config
 from laminar_py.config.algorithm import Advantage, AlgorithmConfig, Proximal, ReferencePass
 from laminar_py.config.cluster import LeaseCache
 from laminar_py.config.learner import Recompute
+from laminar_py.config.rollout import WithoutSignal
 
 PER_NODE = 8  # GPUs
 PROMPT = 400  # tokens, unless the config has less room
@@ -58,23 +60,34 @@ def pretend(
     tree["learner"] |= {"world_size": 1, "context_parallel": 1, "lora": None}
     tree["eval"]["sets"], tree["warm_start"] = {}, None
     tree["algorithm"] |= _without_stages(config.algorithm)
-    profile, algorithm = request.profile(max(1, engine.gpus)), config.algorithm
+    if config.algorithm.trains_on_all_groups:  # also without its teacher
+        tree["rollout"]["without_signal"] = WithoutSignal.TRAIN.value
+    return parse_config(tree), _profile_of(config, request)
+
+
+def _profile_of(config: RunConfig, request: PlanRequest) -> EmulationProfile:
+    """Return the times of a config's replicas and learner, with every pass of its loss and the critic's work."""
+    algorithm, learner = config.algorithm, config.learner
+    profile = replace(request, has_critic=False).profile(max(1, config.rollout.engine.gpus))
     timed = with_passes(
         profile.learner,
         updates=algorithm.updates_per_step,
         reference=algorithm.has_reference and not algorithm.reference_in_own_process,
         proximal=algorithm.proximal is Proximal.RECOMPUTE,
+        critic=request.has_critic,
     )
     speed = timed.train_tokens_per_s * learner.context_parallel
     timed = timed.model_copy(update={"train_tokens_per_s": speed})
-    return parse_config(tree), profile.model_copy(update={"learner": timed})
+    return profile.model_copy(update={"learner": timed})
 
 
 def _without_stages(algorithm: AlgorithmConfig) -> dict[str, object]:
-    """Return changes to a loss that leave out stages; without a teacher a step takes as long."""
+    """Return changes to a loss that leave out stages; a step with an advantage takes as long without a teacher."""
     changes: dict[str, object] = {"reference_pass": ReferencePass.LEARNER.value}
     if algorithm.teacher is not None:
-        changes |= {"teacher": None, "teacher_coef": 0.0, "advantage": Advantage.GROUP_STD.value}
+        changes |= {"teacher": None, "teacher_coef": 0.0}
+        if algorithm.advantage is Advantage.NONE:
+            changes["advantage"] = Advantage.GROUP_STD.value
     return changes
 
 

@@ -107,7 +107,8 @@ def _order(config: RunConfig) -> str:
     """Words on settings that draw fewer such groups, beginning with a comma; "" if they are set."""
     if config.data.order is not PromptOrder.SIGNAL:
         return ", data.order=signal"
-    return "" if config.rollout.without_signal is WithoutSignal.REFILL else ", rollout.without_signal=refill"
+    refills = config.rollout.without_signal is WithoutSignal.REFILL or config.algorithm.trains_on_all_groups
+    return "" if refills else ", rollout.without_signal=refill"
 
 
 def _prompts(steps: Sequence[StepRow]) -> Iterator[LearningFinding]:

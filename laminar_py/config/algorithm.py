@@ -15,7 +15,7 @@ from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema, mode
 from laminar_py.config.critic import CriticConfig
 from laminar_py.config.registry import Registry, named_section
 from laminar_py.config.reward import RewardConfig
-from laminar_py.config.rollout import RolloutConfig, SamplingConfig, WithoutSignal
+from laminar_py.config.rollout import RolloutConfig, SamplingConfig
 from laminar_py.config.section import ConfigError, Section, Share, is_address
 from laminar_py.records.columns import (
     ACTORS,
@@ -224,7 +224,7 @@ class AlgorithmConfig(Section):
     training."""
     teacher_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Advantage of a token for each nat by which the teacher's log-probability is above the policy's. It is added
-    to `advantage`. Groups with equal rewards train, too."""
+    to `advantage`. Groups with equal rewards train, too, whatever `rollout.without_signal` says."""
     teacher: str | None = None
     """The teacher, which has the tokenizer of `model.path`: a Hugging Face folder, run by a process of its own on
     a device of the learner's kind, or the address of a running SGLang server, e.g. `http://10.0.0.5:30000`, whose
@@ -304,6 +304,11 @@ class AlgorithmConfig(Section):
     def normalises_step(self) -> bool:
         """True where advantages are normalised over a whole step, so that every group stays in it."""
         return self.advantage in (Advantage.BATCH_STD, Advantage.GAE)
+
+    @property
+    def trains_on_all_groups(self) -> bool:
+        """True where a step keeps groups with equal rewards, whatever `rollout.without_signal` says."""
+        return self.normalises_step or self.learns_from_equal_rewards
 
     @model_validator(mode="before")
     @classmethod
@@ -469,12 +474,7 @@ def check_reference(algorithm: AlgorithmConfig, *, random_start: bool) -> None:
 
 
 def check_teaching(algorithm: AlgorithmConfig, rollout: RolloutConfig, reward: RewardConfig) -> None:
-    """Raise `ConfigError` if groups, columns or log-probabilities that the algorithm needs would be missing."""
-    if algorithm.learns_from_equal_rewards and rollout.without_signal is not WithoutSignal.TRAIN:
-        raise ConfigError(
-            f"rollout.without_signal={rollout.without_signal} drops groups with equal rewards, and"
-            f" algorithm.name={algorithm.name} learns from these; set without_signal to train"
-        )
+    """Raise `ConfigError` if columns or log-probabilities that the algorithm needs would be missing."""
     needed = ", ".join(column.name for column in algorithm.scored_columns)
     for terms in reward.rules.values():
         if needed and not any(term.gives_columns for term in terms):

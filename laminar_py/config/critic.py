@@ -5,9 +5,10 @@ from typing import Annotated
 
 from pydantic import Field
 
+from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.section import Section, Share
 
-Decay = Annotated[float, Field(ge=0, le=1)]
+Lambda = Annotated[float, Field(ge=0, le=1)]
 
 
 class Action(StrEnum):
@@ -32,12 +33,16 @@ class CriticConfig(Section):
     count turns. Tokens of an environment are no actions."""
     gamma: Share = 1.0
     """Discount of rewards for each action until they come."""
-    policy_lambda: Decay = 0.95
+    policy_lambda: Lambda = 0.95
     """Weight of later errors of the value in an advantage, for each action. At 1 rewards alone count, and the
     value is a baseline; lower numbers trust the critic more and have less variance."""
-    value_lambda: Decay = 1.0
+    value_lambda: Lambda = 1.0
     """The same in the number to which the critic regresses: at 1 it is the discounted reward, without any bias by
     the critic's own mistakes (VC-PPO, Yuan et al. 2025)."""
     clip: Annotated[float, Field(gt=0)] | None = 0.2
     """A value that an update moves further than this from the value at the start of the step has no gradient, as
     long as its error is the larger one. It acts from the second update of a step on. None: no clip."""
+
+    def optimizer(self, learner: LearnerConfig) -> LearnerConfig:
+        """Return the settings of its optimizer beside a policy's `learner`."""
+        return learner.model_copy(update={"lr": self.lr, "warmup_steps": 0})

@@ -209,8 +209,8 @@ class RolloutConfig(Section):
     """Use of groups whose rewards are all equal, so that their advantages are 0. `train` on them. `skip`
     them: the same gradient for less work, except for the divergence from a reference and for
     `algorithm.overlong_tokens`. `refill`: generate more groups until the step has enough with signal (dynamic
-    sampling). With process rewards the rewards of tokens count. `algorithm.advantage` of `batch_std` or `gae`
-    always trains on all groups."""
+    sampling). With process rewards the rewards of tokens count. `algorithm.advantage` of `batch_std` or `gae`,
+    a teacher and `objective: balance` always train on all groups."""
     max_refill: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
     """`refill`: most groups that are generated for one step, as a multiple of its new groups. Then the step
     runs with the groups that have signal, and an event says how many groups were solved or hopeless. Below one

@@ -129,7 +129,7 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
     """Return the scheduler's settings from a run's config; `stop_ids` are the token ids that end a response."""
     rollout, staleness = config.rollout, config.staleness
     sampling = rollout.sampling.params(stop_ids=stop_ids)
-    without_signal = WithoutSignal.TRAIN if config.algorithm.normalises_step else rollout.without_signal
+    without_signal = WithoutSignal.TRAIN if config.algorithm.trains_on_all_groups else rollout.without_signal
     return ControlSettings(
         seed=config.seed,
         replicas=rollout.replicas,

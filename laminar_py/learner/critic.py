@@ -63,7 +63,7 @@ class Critic:
     ) -> None:
         self._critic = critic
         self._ranks = ranks
-        self._settings = settings.model_copy(update={"lr": critic.lr, "warmup_steps": 0})
+        self._settings = critic.optimizer(settings)
         self.model, _ = open_model(source, settings, ranks, seed=seed, is_critic=True)
         self.optimizer = Optimizer(self.model, self._settings, total_steps=total_steps)
         self.trained = Trained(self.model, self.optimizer.adamw)
@@ -77,12 +77,14 @@ class Critic:
         self._elapsed_s = 0.0
         # tokens, tokens without a finite value; sums of values, targets, targets^2, errors, errors^2
         self._assessed = np.zeros(7)
-        self._trained = torch.zeros(
-            2, dtype=torch.float64, device=self._ranks.device
-        )  # loss weights, clipped ones
+        self._weights = self._no_weights()  # of updates that were not skipped
         self._losses: list[float] = []  # of updates that were not skipped
         self._norms: list[float] = []
         self._skipped = 0
+
+    def _no_weights(self) -> Tensor:
+        """[2] sums of loss weights, and of clipped ones."""
+        return torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
 
     # ---- values
 
@@ -139,6 +141,7 @@ class Critic:
         """
         started = time.perf_counter()
         loss, count = torch.zeros((), device=self._ranks.device), len(batches)
+        self._of_update = self._no_weights()
         for place, batch in enumerate(batches):
             self._ranks.begin(f"critic's microbatch {place + 1} of {count} of step {step + 1}", limit_s=COMPUTES_S)
             set_gradient_sync(self.model, self._ranks, self._settings, last=place == count - 1)
@@ -152,6 +155,7 @@ class Critic:
             self._skipped += 1
         else:
             self.prover.check_moved(lr=self.optimizer.lr, norm=norm, updates=self.optimizer.updates)
+            self._weights += self._of_update
             self._losses.append(total)
             self._norms.append(norm)
         self._elapsed_s += time.perf_counter() - started
@@ -174,16 +178,16 @@ class Critic:
         if not self._ranks.counts:
             return torch.zeros_like(loss)
         self.prover.add(values)
-        self._trained += torch.stack([weights.sum(), (weights * is_clipped).sum()])
+        self._of_update += torch.stack([weights.sum(), (weights * is_clipped).sum()])
         return loss.detach()
 
     def finish(self) -> CriticFigures:
         """Return the figures of the step, over all ranks."""
         sums = torch.tensor(self._assessed, dtype=torch.float64, device=self._ranks.device)
         self._ranks.reduce_tensor(sums)
-        self._ranks.reduce_tensor(self._trained)
+        self._ranks.reduce_tensor(self._weights)
         tokens, not_finite, values, targets, target_squares, errors, error_squares = sums.tolist()
-        weight, clipped = self._trained.tolist()
+        weight, clipped = self._weights.tolist()
         trains = tokens > 0 and self._losses
         spread = target_squares - targets * targets / max(1.0, tokens)
         left = error_squares - errors * errors / max(1.0, tokens)
@@ -194,6 +198,7 @@ class Critic:
             explained_variance=1.0 - left / spread if spread > tokens * STD_FLOOR**2 else math.nan,
             clip_fraction=clipped / weight if weight else math.nan,
             grad_norm=max(self._norms) if trains else math.nan,
+            learning_rate=self.optimizer.lr if trains else math.nan,
             skipped=self._skipped,
             not_finite=int(not_finite),
             elapsed_s=self._elapsed_s,

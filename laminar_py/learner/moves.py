@@ -4,7 +4,6 @@ It samples one value of each tensor with its moments, and compares the update wi
 critic's gradients are checked here, too, by the identity that `proof` explains.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,10 +146,14 @@ class CriticProver(UpdateProver):
             self._sums[3] = float(product) / self._ranks.num_copies  # each copy of a shard adds it
         self._ranks.reduce_tensor(self._sums)
         expected, squares, size, found = self._sums.tolist()
-        if self._scale is not None and math.isfinite(expected) and math.isfinite(found):
-            sums = GradientSums(expected=expected, found=found, spread=squares**0.5, size=size, scale=None)
-            self.gradients.append(sums)
+        self._update = GradientSums(expected=expected, found=found, spread=squares**0.5, size=size, scale=None)
         self._begin_update()
+
+    def check_moved(self, *, lr: float, norm: float, updates: int) -> None:
+        """Check an update that was not skipped, as `UpdateProver` does, and keep its sums."""
+        super().check_moved(lr=lr, norm=norm, updates=updates)
+        if self._scale is not None:
+            self.gradients.append(self._update)
 
 
 def final_scale(model: PreTrainedModel) -> nn.Parameter | None:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from laminar_py.config.algorithm import AlgorithmConfig, Divergence
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.learner.distributed import Ranks
+from laminar_py.learner.losses.objectives import LARGEST
 from laminar_py.learner.model import fingerprint, local_part
 from laminar_py.learner.moves import CriticProver, UpdateProver, final_scale
 from laminar_py.learner.reference import InnerReference
@@ -138,13 +139,18 @@ class StepProver:
         self._update = torch.stack(products).sum(1)
 
     def _slopes_of_penalties(self, now: Tensor, *, reference: Tensor, teacher: Tensor) -> Tensor:
-        """[N] derivatives by the log-probability `now` of the terms besides the advantage in a token's loss."""
+        """[N] derivatives by the log-probability `now` of the terms besides the advantage in a token's loss.
+
+        The loss cuts the differences at `LARGEST`.
+        """
         algorithm, slopes = self._algorithm, torch.zeros_like(now)
         if algorithm.kl_coef > 0:
-            gap = now - reference
-            slopes += algorithm.kl_coef * (-(-gap).expm1() if algorithm.kl_estimator is Divergence.K3 else gap)
+            gap = (now - reference).clamp(-LARGEST, LARGEST)
+            if algorithm.kl_estimator is Divergence.K3:  # flat where it is cut
+                gap = torch.where(gap.abs() < LARGEST, -(-gap).expm1(), 0.0)
+            slopes += algorithm.kl_coef * gap
         if algorithm.teacher_coef > 0:
-            slopes += algorithm.teacher_coef * (now - teacher)
+            slopes += algorithm.teacher_coef * (now - teacher).clamp(-LARGEST, LARGEST)
         return slopes
 
     def mark(self, adamw: torch.optim.AdamW) -> None:

@@ -85,6 +85,7 @@ class CriticFigures(msgspec.Struct, frozen=True, kw_only=True):
     explained_variance: float = nan  # 1 - variance of (target - value) over variance of the target, at the start
     clip_fraction: float = nan  # share of tokens whose value moved too far for a gradient, by loss weight
     grad_norm: float = nan  # before clipping; the largest of all updates
+    learning_rate: float = nan  # of the last update that was not skipped
     skipped: int = 0  # updates with a loss or gradient that was not finite
     not_finite: int = 0  # tokens whose value is not finite
     elapsed_s: float = 0.0  # of the step: values and updates of the critic

@@ -1,5 +1,7 @@
 """A step's proof against its batch: what is wrong is named, and what is right is not."""
 
+import math
+
 import msgspec
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.rollout import SamplingConfig
 from laminar_py.control.alarms.learning import StepCheck
 from laminar_py.control.consumption import StepBatch
-from laminar_py.records.metrics import Mismatch, StepMetrics, TokenMetrics
+from laminar_py.records.metrics import CriticFigures, Mismatch, StepMetrics, TokenMetrics
 from laminar_py.records.proofs import ExactTokens, GradientSums, StepProof, id_sum
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason, Kind, TrajectoryRef
@@ -69,9 +71,14 @@ def right(aggregation: Aggregation = Aggregation.TOKEN_MEAN) -> StepProof:
     )
 
 
-def names(*proofs: StepProof, aggregation: Aggregation = Aggregation.TOKEN_MEAN, **changes: object) -> list[str]:
+def names(
+    *proofs: StepProof,
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN,
+    algorithm: str = "grpo",
+    **changes: object,
+) -> list[str]:
     check = StepCheck(
-        AlgorithmConfig(aggregation=aggregation),
+        AlgorithmConfig(name=algorithm, aggregation=aggregation),
         LearnerConfig(lr=1e-3, warmup_steps=2),
         exact=True,
         sampling=SamplingConfig(max_new_tokens=CAP),
@@ -125,6 +132,13 @@ def test_a_step_that_is_not_its_batchs_is_named(change: dict[str, object], words
 def test_a_rate_that_is_not_of_the_schedule_is_named() -> None:
     (found,) = names(right(), right(), learning_rate=5e-4)
     assert "optimizer: step 2: its learning rate was 0.0005, and the schedule of learner.lr has 0.001" in found
+
+
+@pytest.mark.parametrize(("rate", "count"), [(1e-5, 0), (math.nan, 0), (1e-4, 1)])
+def test_a_rate_of_the_critic_that_is_not_of_its_schedule_is_named(rate: float, count: int) -> None:
+    found = names(right(), algorithm="ppo", critic=CriticFigures(learning_rate=rate))
+    assert len(found) == count
+    assert all("the schedule of algorithm.critic.lr has 1e-05" in line for line in found)
 
 
 def test_a_reference_that_changes_and_a_mismatch_are_named() -> None:

@@ -290,7 +290,6 @@ def test_an_algorithm_named_on_the_command_line_is_that_of_its_name_whatever_the
 
 
 TEACHER = {"name": "distill"}
-SURE = {"without_signal": "train"}
 
 
 @pytest.mark.parametrize(
@@ -311,28 +310,23 @@ SURE = {"without_signal": "train"}
             {"rollout": {"record": ["routed_experts"], **EMULATED}},
             "emulated engines have no experts",
         ),
-        ({"algorithm": {"name": "tba"}, "rollout": {"without_signal": "refill"}}, "set without_signal to train"),
         ({"algorithm": {"name": "tba", "aggregation": "token_mean"}}, "algorithm.aggregation=token_mean"),
         ({"algorithm": {"name": "tba", "correction": "negative_mask"}}, "algorithm.correction=negative_mask"),
-        ({"algorithm": TEACHER, "rollout": SURE}, "reward.use=exact gives one number"),
+        ({"algorithm": TEACHER}, "reward.use=exact gives one number"),
         ({"algorithm": {"teacher": "t"}}, "algorithm.teacher=t: has no effect with teacher_coef=0"),
-        (
-            {"algorithm": {**TEACHER, "teacher": "t"}, "rollout": {"without_signal": "refill"}},
-            "set without_signal to",
-        ),
         ({"algorithm": {**TEACHER, "teacher": "ftp://a"}}, "algorithm.teacher=ftp://a: no address of a server"),
         (
             {
                 "algorithm": {**TEACHER, "teacher": "http://a:1"},
-                "rollout": {**SURE, "sampling": {"temperature": 0.7}},
+                "rollout": {"sampling": {"temperature": 0.7}},
             },
             "rollout.sampling.temperature=0.7; set that to 1",
         ),
         (
-            {"algorithm": {**TEACHER, "teacher": "t"}, "packer": {"max_tokens": 8}, "rollout": SURE},
+            {"algorithm": {**TEACHER, "teacher": "t"}, "packer": {"max_tokens": 8}},
             "a stage of algorithm.reference_pass or algorithm.teacher has one rank",
         ),
-        ({"algorithm": {**TEACHER, "teacher": "t"}, "rollout": {**SURE, **EMULATED}}, "an emulated engine has no"),
+        ({"algorithm": {**TEACHER, "teacher": "t"}, "rollout": EMULATED}, "an emulated engine has no"),
         ({"algorithm": {"advantage": "none"}}, "algorithm.advantage=none leaves a loss without gradient"),
         ({"algorithm": {"reference_pass": "stage"}}, "there is no reference model with algorithm.kl_coef=0"),
         (
@@ -353,7 +347,7 @@ def test_what_cannot_be_learned_from_is_refused_by_name(change, words):
 @pytest.mark.parametrize("advantage", list(Advantage))
 def test_a_teacher_by_name_needs_no_column_of_the_reward_and_goes_with_any_advantage(advantage):
     algorithm = {**TEACHER, "teacher": "t", "advantage": advantage, "kl_coef": 0.1}
-    found = parse_config({**MINIMAL, "algorithm": algorithm, "rollout": SURE}).algorithm
+    found = parse_config({**MINIMAL, "algorithm": algorithm}).algorithm
     assert not found.scored_columns
 
     def of_models(settings):
@@ -367,8 +361,8 @@ def test_a_teacher_by_name_needs_no_column_of_the_reward_and_goes_with_any_advan
 
 def test_a_server_of_the_teacher_needs_no_device():
     algorithm = {**TEACHER, "teacher": "http://10.0.0.5:30000"}
-    config = parse_config({**MINIMAL, "algorithm": algorithm, "rollout": SURE})
-    by_folder = parse_config({**MINIMAL, "algorithm": {**TEACHER, "teacher": "t"}, "rollout": SURE})
+    config = parse_config({**MINIMAL, "algorithm": algorithm})
+    by_folder = parse_config({**MINIMAL, "algorithm": {**TEACHER, "teacher": "t"}})
     assert (config.algorithm.stages, config.algorithm.computing_stages) == ((Source.TEACHER,), ())
     assert by_folder.algorithm.computing_stages == (Source.TEACHER,)
 

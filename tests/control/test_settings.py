@@ -23,9 +23,12 @@ def settings_of(**sections):
 
 
 @pytest.mark.parametrize("said", list(WithoutSignal))
-def test_what_is_normalised_over_a_step_sees_all_groups_whatever_is_said_of_those_without_signal(said):
+@pytest.mark.parametrize(
+    "algorithm", [{"name": "reinforce_pp"}, {"name": "ppo"}, {"name": "distill", "teacher": "t"}, {"name": "tba"}]
+)
+def test_what_is_normalised_over_a_step_sees_all_groups_whatever_is_said_of_those_without_signal(algorithm, said):
     rollout = {"without_signal": said}
-    assert settings_of(algorithm={"name": "reinforce_pp"}, rollout=rollout).without_signal is WithoutSignal.TRAIN
+    assert settings_of(algorithm=algorithm, rollout=rollout).without_signal is WithoutSignal.TRAIN
     assert settings_of(algorithm={"name": "grpo"}, rollout=rollout).without_signal is said
 
 

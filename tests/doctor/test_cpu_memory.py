@@ -53,6 +53,12 @@ def test_learner_and_replica_are_within_a_fifth_of_measured_peaks(run, settings,
     assert found["replica"] == pytest.approx(replica, rel=0.2)
 
 
+def test_a_frozen_model_in_a_process_of_its_own_has_a_row(run, tmp_path):
+    found = each(run(f"algorithm={{name: distill, teacher: {tmp_path}, kl_coef: 0.1, reference_pass: stage}}"))
+    assert found["teacher"] == found["reference"] > 4 * 135e6 / GB
+    assert "teacher" not in each(run("algorithm={name: distill, teacher: 'http://127.0.0.1:9'}"))
+
+
 def test_large_microbatches_of_a_pretrained_model_are_refused_with_the_size_that_fits(run):
     config = run("packer.max_tokens=8192")
     assert 17 < each(config)["learner"] < 21

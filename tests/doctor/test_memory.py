@@ -358,6 +358,14 @@ def test_what_cannot_fit_is_refused_with_the_setting_and_a_value_that_fits(setti
     assert memory_faults(shipped("7b_8gpu", tmp_path, *settings, *change)) == []
 
 
+@pytest.mark.parametrize("second", ["algorithm.name=ppo", "algorithm.kl_coef=0.1"])
+def test_ranks_that_share_a_microbatch_hold_the_second_model_too(second, tmp_path):
+    settings = ["packer.max_tokens=262144", "rollout.max_len=262144", *LONG]
+    for ranks, chosen in ((2, settings), (4, [*settings, second])):
+        (line,) = memory_faults(shipped("7b_8gpu", tmp_path, *chosen), gpu_bytes=88e9, kinds=["learner"])
+        assert line.endswith(f"learner.context_parallel={ranks}")
+
+
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
@@ -537,7 +545,7 @@ def test_the_table_and_the_refusal_are_shown_also_where_there_is_no_gpu(tmp_path
     assert "a GPU of" not in doctor(*config, "--gpu-gb", "141")[1]
 
 
-def test_a_critic_counts_as_the_states_of_its_parameters(tmp_path):
+def test_a_critic_counts_as_the_states_of_its_parameters_without_gradients(tmp_path):
     plain, valued = (shipped("7b_24gpu", tmp_path, f"algorithm.name={name}") for name in ("grpo", "ppo"))
     parts = gpu_memory(valued)[0].parts
     assert parts.keys() - gpu_memory(plain)[0].parts.keys() == {"critic"}
@@ -545,7 +553,7 @@ def test_a_critic_counts_as_the_states_of_its_parameters(tmp_path):
     for tied in (False, True):
         folder = make_model_folder(tmp_path / f"tied-{tied}", tied=tied)
         learner = make_learner(folder, algorithm=AlgorithmConfig(name="ppo"))
-        counted = 16 * sum(one.numel() for one in learner._critic.model.parameters())
+        counted = 12 * sum(one.numel() for one in learner._critic.model.parameters())
         shape = read_shape(folder)
         found = critic_parts(shape, LearnerConfig())["critic"]
-        assert counted - 16 * shape.hidden_size == found, "the head is a row"
+        assert counted - 12 * shape.hidden_size == found, "the head is a row"

@@ -451,4 +451,6 @@ def test_values_that_are_not_finite_are_counted_and_change_no_policy(model_folde
     metrics = learner.step(packed(samples(), algorithm).microbatches(0))
     assert metrics.critic.not_finite == sum(item.num_trained for item in samples())
     assert (metrics.skipped, metrics.critic.skipped) == (1, 1)
+    assert np.isnan([metrics.critic.clip_fraction, metrics.critic.learning_rate]).all()
+    assert metrics.proof.gradients == ()
     assert all(torch.equal(one, before[name]) for name, one in full_parameters(learner).items())

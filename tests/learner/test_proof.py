@@ -19,6 +19,7 @@ from laminar_py.learner.model import policy_logprobs
 from laminar_py.learner.moves import STILL_UPDATES
 from laminar_py.learner.proof import StepProver
 from laminar_py.learner.step import Learner
+from laminar_py.records.columns import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 from laminar_py.records.proofs import POWERS, GradientSums, StepProof, id_sum
 from laminar_py.records.trajectory import MicroBatch
 from tests.learner.builders import (
@@ -157,6 +158,32 @@ def test_the_gradient_of_a_penalty_is_told_from_its_definition(
         monkeypatch.setitem(loss_module.ESTIMATORS, kind, wrong)
     (ascending,) = prove(learner).gradients
     assert ascending.exact.apart > 0.5 * ascending.exact.penalties
+
+
+@pytest.mark.parametrize("estimator", Divergence)
+def test_a_penalty_beyond_the_cut_of_the_loss_is_no_fault(tmp_path: Path, estimator: Divergence) -> None:
+    algorithm = AlgorithmConfig(
+        kl_coef=0.1, kl_estimator=estimator, reference_pass=ReferencePass.STAGE, teacher_coef=0.1
+    )
+    learner = make_learner(make_model_folder(tmp_path / "model"), algorithm=algorithm)
+    packed = batches(learner)
+    packed = [
+        msgspec.structs.replace(
+            batch,
+            columns={
+                TEACHER_LOGPROBS: np.where(
+                    np.arange(batch.num_tokens) % 2, batch.behaviour_logprobs, -50.0
+                ).astype(np.float32),
+                REFERENCE_LOGPROBS: np.where(np.arange(batch.num_tokens) % 3, -60.0, -3.0).astype(np.float32),
+            },
+        )
+        for batch in packed
+    ]
+    proof = learner.step(packed).proof
+    assert proof is not None
+    (sums,) = proof.gradients
+    assert sums.exact.penalties > 0.1 * sums.exact.advantages > 0
+    assert sums.exact.apart < 1e-4 * sums.exact.penalties
 
 
 def test_the_gain_is_of_advantages_and_rewards(model_folder: Path) -> None:

@@ -97,6 +97,25 @@ def test_stages_of_frozen_models_are_left_out_and_named(monkeypatch):
     assert line.endswith("algorithm.teacher (it is assumed to keep up)")
 
 
+@pytest.mark.parametrize("advantage", ["group_mean", "batch_std", "gae", "none"])
+def test_a_teacher_beside_rewards_leaves_their_advantage_and_all_groups(monkeypatch, advantage):
+    monkeypatch.chdir(REPO)
+    taught = [f"algorithm={{teacher: t, teacher_coef: 0.5, advantage: {advantage}}}", "learner.world_size=4"]
+    config, _ = pretended(REPO / "experiments/math_long_cot/7b_8gpu.yaml", *taught, "learner.offload=true")
+    assert config.algorithm.advantage == ("group_std" if advantage == "none" else advantage)
+    assert config.rollout.without_signal == "train"
+
+
+def test_a_critic_takes_a_pass_and_a_second_models_training_beside_other_passes(monkeypatch):
+    monkeypatch.chdir(REPO)
+    path = REPO / "experiments/math_long_cot/7b_8gpu.yaml"
+    sized = ("learner.world_size=4", "learner.offload=true")
+    plain = pretended(path, *sized)[1].learner
+    ppo = pretended(path, *sized, "algorithm={name: ppo, kl_coef: 0.1, updates_per_step: 2}")[1].learner
+    assert plain.train_tokens_per_s / ppo.train_tokens_per_s == pytest.approx((6 + 8 + 2) / 6)
+    assert ppo.optimizer_s == 4 * plain.optimizer_s
+
+
 def test_an_environment_whose_times_nobody_knows_is_refused(monkeypatch):
     monkeypatch.chdir(REPO)
     with pytest.raises(ConfigError, match=r"environment: a simulation does not know its times; leave it out"):

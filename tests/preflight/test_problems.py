@@ -48,6 +48,13 @@ def test_sources_side_by_side_keep_their_ids_apart_and_tasks_of_their_own(tmp_pa
     assert [prompt.id for prompt in inputs.sets["a"]] == ["a/same"]
 
 
+def test_an_evaluation_asks_no_teacher(tmp_path: Path) -> None:
+    settings = ["algorithm={name: distill, teacher: 'http://127.0.0.1:9'}"]
+    assert make_inputs(tmp_path, *settings, trains=False).sets
+    with pytest.raises(ConfigError, match=r"algorithm\.teacher="):
+        make_inputs(tmp_path, *settings)
+
+
 def test_where_prompts_are_messages_the_end_of_a_turn_ends_responses_and_the_start_says_so(tmp_path: Path) -> None:
     inputs = make_inputs(tmp_path, "data.chat.system=Be brief.")
     assert inputs.tokenizer.eos_ids == (END, EOS)

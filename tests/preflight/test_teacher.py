@@ -79,7 +79,13 @@ def encode(text):
     ("change", "words"),
     [
         ({}, ""),
+        ({"longest": None}, ""),
         ({"tokenize": lambda text: encode(text)[::-1]}, "its tokenizer gives 'e-2;o"),
+        (
+            {"tokenize": lambda text: [9 if id in TOKENIZER.eos_ids else id for id in encode(text)]},
+            "gives '<pad><eos>",
+        ),
+        ({"tokenize": lambda text: [9 if id == 40 else id for id in encode(text)]}, "its tokenizer gives "),
         ({"model_path": "FOLDER"}, "its tokenizer differs at id 7"),
         ({"vocab": 9}, "generate was refused with 400"),
         ({"longest": 400}, "scores at most 399 tokens, below rollout.max_len=448"),

@@ -156,19 +156,25 @@ class StepCheck:
 
     def _updates(self, metrics: StepMetrics, proof: StepProof, step: int) -> Iterator[Alarm]:
         """Name tensors that AdamW did not move as the settings say, and a rate that is not of the schedule."""
-        rate = self._learner.lr * lr_factor(step - 1, self._learner, total_steps=self._steps)
-        fault = ""
-        if abs(metrics.learning_rate - rate) > AGREES * rate:  # no rate, NaN, is of a step without an update
-            fault = (
-                f"its learning rate was {metrics.learning_rate:.4g}, and the schedule of learner.lr has {rate:.4g}"
-            )
-        elif proof.astray:
+        fault = self._rate_fault("learner.lr", self._learner, metrics.learning_rate, step)
+        critic = self._algorithm.critic
+        if not fault and critic is not None and metrics.critic is not None:
+            used, settings = metrics.critic.learning_rate, critic.optimizer(self._learner)
+            fault = self._rate_fault("algorithm.critic.lr", settings, used, step)
+        if not fault and proof.astray:
             fault = (
                 f"{proof.astray[0]} and {len(proof.astray) - 1} more were not updated as AdamW does by learner.lr"
                 " (of a critic: algorithm.critic.lr), betas, weight_decay and grad_clip, or not at all"
             )
         if fault:
             yield Alarm("optimizer", "learner", f"step {step}: {fault}; {RESTART.format('optimizer')}")
+
+    def _rate_fault(self, field: str, settings: LearnerConfig, used: float, step: int) -> str:
+        """Fault of a learning rate that is not of the schedule of `field`, or ""."""
+        rate = settings.lr * lr_factor(step - 1, settings, total_steps=self._steps)
+        if abs(used - rate) > AGREES * rate:  # no rate, NaN, is of a step without an update
+            return f"its learning rate was {used:.4g}, and the schedule of {field} has {rate:.4g}"
+        return ""
 
     def _uphill(self, proof: StepProof, step: int) -> Iterator[Alarm]:
         """Name an optimizer that follows gradients in place of descending them.

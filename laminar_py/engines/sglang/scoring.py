@@ -6,6 +6,7 @@ vocabulary. Called by `workers.processes.learner`, and before a run by `prefligh
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,7 +27,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ANSWER_S = 300.0  # for a batch, behind other clients' requests and compiling kernels
-ATTEMPTS, PAUSE_S = 3, 1.0  # of a call in a row, and before the second; then the process restarts
+ATTEMPTS, PAUSE_S, LONGEST_PAUSE_S = 3, 1.0, 30.0  # of a call, before the second, and before any other
+OUTAGE_S = 900.0  # for which a batch is repeated, as long as a server may take to start; then the process restarts
 NEUTRAL = {"max_new_tokens": 0, "temperature": 1.0}
 
 
@@ -58,7 +60,7 @@ class ServedInfo(msgspec.Struct, frozen=True):
 class ServedLimits(msgspec.Struct, frozen=True):
     """The field of `/server_info` with the longest input, which is shorter than so many tokens."""
 
-    max_req_input_len: int = 0
+    max_req_input_len: int | None = None
 
 
 class Tokenized(msgspec.Struct, frozen=True):
@@ -86,14 +88,21 @@ class ServedModel:
     """The model of the server at `url`, as `learner.reference.FrozenModel` has one in its own memory.
 
     E.g. `ServedModel("http://10.0.0.5:30000", api_key=None)`. It asks for the model's name at once. A call is
-    repeated, then raises `EngineLostError`; if the server refuses, it raises `ConfigError`.
+    repeated, a batch through an outage of `outage_s`, then raises `EngineLostError`; if the server refuses, it
+    raises `ConfigError`.
     """
 
     def __init__(
-        self, url: str, *, api_key: str | None, answer_s: float = ANSWER_S, pause_s: float = PAUSE_S
+        self,
+        url: str,
+        *,
+        api_key: str | None,
+        answer_s: float = ANSWER_S,
+        pause_s: float = PAUSE_S,
+        outage_s: float = OUTAGE_S,
     ) -> None:
         self._url, self._api_key = url, api_key
-        self._answer_s, self._pause_s = answer_s, pause_s
+        self._answer_s, self._pause_s, self._outage_s = answer_s, pause_s, outage_s
         self.info = self.ask(lambda server: server.get("model_info", ServedInfo))
 
     @property
@@ -112,7 +121,10 @@ class ServedModel:
         for sequence, answer in zip(sequences, answers, strict=True):
             values = self._values(sequence, answer)
             found[sequence.trajectory][sequence.places[sequence.own]] = values[sequence.own]
-        self.info = self.ask(lambda server: server.get("model_info", ServedInfo))
+        try:
+            self.info = self.ask(lambda server: server.get("model_info", ServedInfo))
+        except EngineLostError as error:  # the batch is scored; the next one asks again
+            log.warning("its model has no name after a batch: %s", error)
         return list(found.values())
 
     def _score(self, sequences: Sequence[_Sequence]) -> list[ScoredInput]:
@@ -127,7 +139,8 @@ class ServedModel:
                 logprob_start_len=[one.start for one in sequences],
                 return_logprob=True,
                 sampling_params=NEUTRAL,
-            )
+            ),
+            outage_s=self._outage_s,
         )
 
     def _values(self, sequence: _Sequence, answer: ScoredInput) -> FloatArray:
@@ -165,16 +178,19 @@ class ServedModel:
         )
 
     @property
-    def longest_input(self) -> int:
-        """Most tokens of a sequence that the server scores; 0 if it does not say."""
-        return max(0, self.ask(lambda server: server.get("server_info", ServedLimits)).max_req_input_len - 1)
+    def longest_input(self) -> int | None:
+        """Most tokens of a sequence that the server scores; None if it does not say."""
+        limit = self.ask(lambda server: server.get("server_info", ServedLimits)).max_req_input_len
+        return None if limit is None else limit - 1
 
-    def ask(self, call: Callable[[ServerConnection], Awaitable[T]]) -> T:
+    def ask(self, call: Callable[[ServerConnection], Awaitable[T]], *, outage_s: float = 0.0) -> T:
         """Return the answer to a call on a new connection, and repeat it if the server fails.
 
-        Raises `EngineLostError` after the last attempt, `ConfigError` if the server refuses the call.
+        Raises `EngineLostError` if it fails `ATTEMPTS` times and for `outage_s`, `ConfigError` if the server
+        refuses the call.
         """
-        for attempt in range(1, ATTEMPTS + 1):
+        started = time.monotonic()
+        for attempt in itertools.count(1):
             try:
                 return asyncio.run(self._call(call))
             except RefusedError as error:
@@ -183,11 +199,11 @@ class ServedModel:
                     " lacks, or name another"
                 ) from None
             except EngineLostError as error:
-                if attempt == ATTEMPTS:
+                if attempt >= ATTEMPTS and time.monotonic() - started >= outage_s:
                     raise
                 log.warning("attempt %d: %s", attempt, error)
-                time.sleep(attempt * self._pause_s)
-        raise AssertionError("the last attempt returns or raises")
+                time.sleep(min(attempt * self._pause_s, LONGEST_PAUSE_S))
+        raise AssertionError("an attempt returns or raises")
 
     async def _call(self, call: Callable[[ServerConnection], Awaitable[T]]) -> T:
         server = ServerConnection(self._url, api_key=self._api_key, timeout_s=self._answer_s)

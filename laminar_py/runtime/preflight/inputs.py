@@ -141,7 +141,7 @@ class Inputs:
 def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
     """Run `data.prepare` if set; check trackers, model, data, reward, engine and memory; return the inputs.
 
-    Training data is read only if the run `trains`. Raises `ConfigError`.
+    Training data and the teacher are read only if the run `trains`. Raises `ConfigError`.
     """
     for kind in config.tracking.kinds:
         TRACKERS.get(kind).check()
@@ -153,7 +153,8 @@ def check_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
     problems = read_problems(config, encoder, limited=True, trains=trains)
     for heldout in problems.sets.values():
         check_disjoint(heldout, problems.train)
-    check_teacher(config, tokenizer, texts=[prompt.text for prompt in first_of_tasks(problems.all)])
+    if trains:
+        check_teacher(config, tokenizer, texts=[prompt.text for prompt in first_of_tasks(problems.all)])
     digests = problems.digests
     if (warm_start := config.warm_start) is not None:
         digests["warm_start.data"] = WARM_STARTS.get(warm_start.kind).check(config, encoder).digest

@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.data.tokenizer import Tokenizer, vocabulary_fault
@@ -16,6 +18,7 @@ from laminar_py.engines.sglang.settings import KEY_ENV
 from laminar_py.records.engine import EngineLostError
 
 CHECK_S = 15.0  # for a server's answer before a run
+SAMPLED = 2048  # ids of the vocabulary whose texts a server on another host cuts
 SAME = "name a teacher with the tokenizer of model.path"
 
 
@@ -49,6 +52,12 @@ def _check_folder(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None
         raise ConfigError(f"{field}: has {positions} positions, below rollout.max_len={max_len}; lower max_len")
 
 
+def _samples(tokenizer: Tokenizer) -> list[str]:
+    """Return texts with every special token, and with words from all over the vocabulary."""
+    ids = np.arange(0, tokenizer.num_ids, max(1, tokenizer.num_ids // SAMPLED), dtype=np.int32)
+    return [text for text in ("".join(tokenizer.special_texts), tokenizer.decode(ids)) if text]
+
+
 def _check_server(config: RunConfig, url: str, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
     """Compare the server's model with the policy's. Raises `EngineLostError` if the server does not answer."""
     field = f"algorithm.teacher={url}"
@@ -57,14 +66,14 @@ def _check_server(config: RunConfig, url: str, tokenizer: Tokenizer, texts: Sequ
     if (served / "tokenizer.json").is_file():
         fault = vocabulary_fault(served, tokenizer)
     else:  # the folder is on another host
-        cut = [(text, model.tokenize(text)) for text in texts]
+        cut = [(text, model.tokenize(text)) for text in (*texts, *_samples(tokenizer))]
         other = [text for text, ids in cut if ids != tokenizer.encode(text).tolist()]
         fault = f"its tokenizer gives {other[0][:40]!r} other ids" if other else None
     if fault is not None:
         raise ConfigError(f"{field}: {fault}; {SAME}")
     model.knows(read_sizes(config.model.path).vocab_size - 1, after=[tokenizer.eos_ids[0]])
     longest, max_len = model.longest_input, config.rollout.max_len
-    if longest < max_len:
+    if longest is not None and longest < max_len:
         raise ConfigError(
             f"{field}: scores at most {longest} tokens, below rollout.max_len={max_len}; start it with a larger"
             " --context-length and --max-total-tokens, or lower rollout.max_len"

@@ -26,7 +26,7 @@ class ScoringServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, score: Score = falling, *, vocab: int = 61, longest: int = 4096) -> None:
+    def __init__(self, score: Score = falling, *, vocab: int = 61, longest: int | None = 4096) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.score, self.vocab, self.longest = score, vocab, longest
         self.model_path, self.version = "/elsewhere/teacher", "default"
@@ -43,10 +43,11 @@ class ScoringServer(ThreadingHTTPServer):
             case "/model_info":
                 return {"model_path": self.model_path, "is_generation": True, "weight_version": self.version}
             case "/server_info":
-                return {"version": "0.5.23", "max_req_input_len": self.longest}
+                limit = {} if self.longest is None else {"max_req_input_len": self.longest}
+                return {"version": "0.5.23", **limit}
             case "/tokenize":
                 ids = self.tokenize(str(body["prompt"]))
-                return {"tokens": ids, "count": len(ids), "max_model_len": self.longest}
+                return {"tokens": ids, "count": len(ids), "max_model_len": 4096}
         self.asked.append(body)
         wanted = body.get("token_ids_logprob")
         if wanted:

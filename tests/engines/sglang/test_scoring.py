@@ -21,14 +21,14 @@ from laminar_py.records.engine import EngineLostError
 from laminar_py.records.spans import NEW_CONVERSATION, Span
 from tests.builders import make_trajectory
 from tests.engines.sglang.rig import make_spec
-from tests.engines.sglang.scoring_server import response_of, scoring_server
+from tests.engines.sglang.scoring_server import falling, response_of, scoring_server
 from tests.runs.runs import quickstart_model
 
 TOLERANCE = 1e-5  # nats
 
 
-def open_model(server):
-    return ServedModel(server.url, api_key=None, answer_s=5.0, pause_s=0.0)
+def open_model(server, *, outage_s=0.0):
+    return ServedModel(server.url, api_key=None, answer_s=5.0, pause_s=0.0, outage_s=outage_s)
 
 
 def whole(item):
@@ -71,6 +71,33 @@ def test_a_call_that_fails_is_repeated_and_a_server_that_is_gone_is_lost():
             model.logprobs([item])
     with pytest.raises(EngineLostError, match="generate failed"):
         model.logprobs([item])
+
+
+def test_a_batch_waits_through_an_outage():
+    item = make_trajectory("g0.0", prompt=2, response=5)
+    with scoring_server(vocab=1000) as server:
+        model = open_model(server, outage_s=60.0)
+        server.failing = 9
+        assert np.isfinite(model.logprobs([item])[0]).all()
+        assert server.failing == 0
+
+
+def test_a_scored_batch_is_kept_where_the_server_fails_behind_it():
+    item = make_trajectory("g0.0", prompt=2, response=5)
+    with scoring_server(vocab=1000) as server:
+        model, before = open_model(server), server.version
+
+        def scored_last(ids):
+            server.failing, server.version = 3, "7"
+            return falling(ids)
+
+        server.score = scored_last
+        assert np.isfinite(model.logprobs([item])[0]).all()
+        assert server.failing == 0
+        assert model.info.weight_version == before
+        server.score = falling
+        model.logprobs([item])
+        assert model.info.weight_version == "7"
 
 
 def test_a_number_that_is_none_is_not_finite_and_other_tokens_are_no_answer():

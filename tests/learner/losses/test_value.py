@@ -97,6 +97,22 @@ def test_with_lambda_0_it_is_the_error_of_one_step_and_no_value_follows_the_end(
     np.testing.assert_allclose(targets, [0.2, 0.45, 1.0])
 
 
+def test_an_end_at_a_cap_is_an_end_like_others_on_its_own_chain():
+    """A response cut before its reward, packed beside others: no value follows its last token."""
+    given = CriticConfig(gamma=0.9, policy_lambda=0.5, value_lambda=0.5)
+    alone, targets = estimate([0, 0, 0], [0.2, 0.4, 0.9], gamma=0.9, policy_lambda=0.5, value_lambda=0.5)
+    np.testing.assert_allclose([alone[-1], targets[-1]], [-0.9, 0.0], atol=1e-12)
+    beside = estimate_advantages(
+        np.array([0.2, 0.4, 0.9, 5.0, 6.0]),
+        np.array([0.0, 0.0, 0.0, 1.0, 1.0]),
+        chains=np.array([0, 0, 0, 1, 1]),
+        places=np.array([0, 1, 2, 0, 1]),
+        settings=given,
+    )
+    np.testing.assert_allclose(beside[0][:3], alone)
+    np.testing.assert_allclose(beside[1][:3], targets, atol=1e-12)
+
+
 def test_a_long_chain_needs_no_power_that_underflows():
     advantages, _ = estimate(np.eye(1, 30_000, 29_999)[0], np.zeros(30_000), policy_lambda=0.5)
     np.testing.assert_allclose(advantages[-3:], [0.25, 0.5, 1.0])
