@@ -14,7 +14,7 @@ from tests.control.fleet import ManualClock
 
 
 def test_responses_that_lost_their_weights_are_counted_in_one_line_once_the_number_has_settled() -> None:
-    config = SimpleNamespace(rollout=SimpleNamespace(prompts_per_step=4))
+    config = SimpleNamespace(fresh_groups=4)
     incarnation = SimpleNamespace(clock=ManualClock(), config=config, stats=None)
     lines: list[str] = []
     progress = Progress(
@@ -32,7 +32,7 @@ def test_responses_that_lost_their_weights_are_counted_in_one_line_once_the_numb
 def test_a_long_step_shows_its_seconds_and_the_tokens_that_come_meanwhile() -> None:
     """The user saw "waiting for: 60 responses being generated" for a minute, and nothing that counted."""
     clock = ManualClock()
-    config = SimpleNamespace(rollout=SimpleNamespace(prompts_per_step=4))
+    config = SimpleNamespace(fresh_groups=4)
     stats = Stats(cast(Clock, clock), replicas=1, totals=Totals(rl_s=390.0, generated_tokens=9_000))
     state = SimpleNamespace(generated_tokens=0)
     progress = Progress(
