@@ -32,6 +32,7 @@ def visit(number: int, out: Path, *options: str) -> dict[str, dict[str, float]]:
     return figures
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_does(tmp_path):
     found = visit(1, tmp_path / "1.json")
     figures = found["dense"] | found["mixture_offload"]
@@ -92,6 +93,7 @@ def test_a_kernel_whose_gradient_is_wrong_shows(monkeypatch):
     assert values[f"{name}_one_32_gradient_error"] == pytest.approx(0.2, rel=0.1)
 
 
+@pytest.mark.slow
 def test_real_widths_have_a_formula_and_tiny_ones_a_speed(tmp_path):
     found = visit(5, tmp_path / "5.json")
     assert {piece: round(figures["memory_formula_selective"]) for piece, figures in found.items()} == {

@@ -114,7 +114,9 @@ def backward(learner, batch) -> dict[str, torch.Tensor]:
     return found | {"logprobs": logprobs.detach()}
 
 
-@pytest.mark.parametrize("kind", list(Recompute))
+@pytest.mark.parametrize(
+    "kind", [kind if kind is Recompute.ALL else pytest.param(kind, marks=pytest.mark.slow) for kind in Recompute]
+)
 def test_compiled_layers_of_a_mixture_replay_experts_and_compute_the_same(monkeypatch, tmp_path, kind):
     torch._dynamo.reset()
     folder = make_mixture_folder(tmp_path / "mixture")
