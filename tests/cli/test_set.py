@@ -53,7 +53,7 @@ def test_a_setting_that_a_running_run_keeps_is_refused_with_the_way_to_change_it
     ("replicas", "line"),
     [
         (0, "rollout.replicas=0: input should be greater than or equal to 1"),
-        (1, "rollout.replicas=1: a learner step takes 256 trajectories"),
+        (1, "rollout.replicas=1: a learner step takes 256 new trajectories"),
     ],
 )
 def test_a_number_that_the_config_refuses_is_not_left(run, replicas, line):
