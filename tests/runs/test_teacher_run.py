@@ -74,7 +74,10 @@ def test_a_teachers_server_teaches_and_its_loss_ends_the_run_in_one_line(tmp_pat
         served = (f"algorithm.teacher={server.url}", "supervisor.max_restarts=1", "steps=10000")
         with TrainProcess(tmp_path, *TAUGHT, *served) as train:
             train.wait_for_step(3)
+            server.failing = 3  # a short outage, through which a batch is repeated
+            train.wait_for_step(6)
             server.failing = 10**9
+            kill_part(train, "teacher-0")  # another process cannot start without the server
             code, output = train.finish()
     assert code == 1
     last = output.splitlines()[-1]
