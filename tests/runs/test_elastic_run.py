@@ -140,7 +140,9 @@ def test_a_run_resumes_on_more_and_on_fewer_replicas_than_it_had(tmp_path, befor
 def test_a_run_that_was_changed_and_killed_resumes_with_the_fleet_and_the_settings_that_it_was_to_have(tmp_path):
     with TrainProcess(tmp_path, *SETTINGS, "staleness.max_staleness=4", config=CONFIG) as train:
         train.wait_for_step(1)
-        assert scale(train.run, 1, code=2).startswith("laminar: rollout.replicas=1: a learner step takes 32 new traj")
+        assert scale(train.run, 1, code=2).startswith(
+            "laminar: rollout.replicas=1: a learner step takes 32 new traj"
+        )
         scale(train.run, 3)
         train.wait_until(lambda: len(events_of(train.run, "scaled")) == 2)
         assert "resume it with learner.lr=1" in call("set", train.run, "learner.lr=1", code=2)
