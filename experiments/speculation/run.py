@@ -175,40 +175,42 @@ def identity(task: Task, *, most: int) -> list[Row]:
         differ = list(differences(found, plain))
         compared = sum(map(len, found.tokens.values()))
         near = [is_near(task, model, rid, found.tokens[rid], plain.tokens[rid], place) for rid, place in differ]
+        places = dict(differ)
         gaps = [
             abs(a - b)
             for rid, values in found.logprobs.items()
-            if rid not in dict(differ)
-            for a, b in zip(values, plain.logprobs[rid], strict=True)
+            for a, b in zip(values[: places.get(rid)], plain.logprobs[rid], strict=False)
         ]
         words = f"{len(found.tokens)} responses, {compared} tokens; {sum(near)} of the first differences excused"
         rows.append(Row(f"{task.name}: {name}: first differences", float(len(differ)), "responses", words))
-        rows.append(Row(f"{task.name}: {name}: largest gap of log-probabilities", max(gaps), "nats", words))
+        rows.append(
+            Row(f"{task.name}: {name}: largest gap of log-probabilities", 1e6 * max(gaps), "1e-6 nats", words)
+        )
     return rows
 
 
 def speed(task: Task, *, slots: int, rounds: int, most: int) -> list[Row]:
     """Rates of both ways by epoch, with so many sequences at a time."""
     epochs: dict[str, list[list[float]]] = {"drafts": [], "plain": []}
-    accepted: list[str] = []
+    drafts = DraftCounts()
 
     def side(name: str, _: int) -> float:
+        nonlocal drafts
         found = sample(task, slots=slots, drafts=name == "drafts", most=most)
         epochs[name].append(found.rates)
-        if found.drafts.drafted:
-            accepted[:] = [f"{found.drafts}"]
+        drafts = drafts.plus(found.drafts)
         return found.rates[-1]
 
     in_turn({name: partial(side, name) for name in epochs}, rounds=rounds, warm=1)
     rows = []
     for epoch in range(EPOCHS):
-        drafts, plain = ([rates[epoch] for rates in epochs[name][1:]] for name in ("drafts", "plain"))
+        with_drafts, plain = ([rates[epoch] for rates in epochs[name][1:]] for name in ("drafts", "plain"))
         words = (
-            f"{most} responses, epoch {epoch + 1}; {median(drafts):,.0f} and {median(plain):,.0f} tokens per CPU"
-            f" second; accepted {', '.join(accepted)}"
+            f"{most} responses, epoch {epoch + 1}; {median(with_drafts):,.0f} and {median(plain):,.0f} tokens per"
+            f" CPU second; {drafts.accepted:,} of {drafts.drafted:,} drafted tokens accepted in all rounds"
         )
         name = f"{task.name}: speculation_speedup c{slots} epoch {epoch + 1}"
-        rows.append(Ratio.between(drafts, plain).row(name, words))
+        rows.append(Ratio.between(with_drafts, plain).row(name, words))
     return rows
 
 

@@ -28,14 +28,13 @@ from laminar_py.learner.metrics import training_cost
 from laminar_py.learner.model import state_values
 from laminar_py.learner.moves import CriticProver
 from laminar_py.learner.optimizer import Optimizer
+from laminar_py.learner.packing.packer import STD_FLOOR
 from laminar_py.learner.trained import open_model, set_gradient_sync
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.columns import ACTORS, PLACES, VALUE_TARGETS, VALUES
 from laminar_py.records.credit import MOST_ROLES
 from laminar_py.records.metrics import CriticFigures
 from laminar_py.records.trajectory import MicroBatch
-
-STD_FLOOR = 1e-4  # added to the deviation of advantages, which are of the order of 1
 
 
 @dataclass(frozen=True, slots=True)

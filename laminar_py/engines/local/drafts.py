@@ -125,8 +125,8 @@ class Average:
 
 
 @dataclass(slots=True)
-class Choice:
-    """Choice between drafts and none at some number of rows, by the rates that both had there."""
+class DraftChoice:
+    """DraftChoice between drafts and none at some number of rows, by the rates that both had there."""
 
     drafts: Average = field(default_factory=Average)
     plain: Average = field(default_factory=Average)
@@ -185,7 +185,7 @@ class Drafter:
         self._num_kept = 0  # their tokens
         self._followed: dict[Job, Followed] = {}
         self._shares: Numbers = np.full(LONGEST + 1, 0.8)  # accepted tokens among reached ones, by match
-        self._choices: defaultdict[int, Choice] = defaultdict(Choice)  # by the bits of a step's rows
+        self._choices: defaultdict[int, DraftChoice] = defaultdict(DraftChoice)  # by the bits of a step's rows
         self._times = StepTimes()
         self._num_steps = {False: 0, True: 0}  # without drafts and with drafts
         self._counts = np.zeros((2, len(Origin)), np.int64)  # drafted and accepted tokens

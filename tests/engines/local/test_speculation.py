@@ -10,7 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from laminar_py.engines.local.drafts import FASTER, MOST_FINISHED, TRIAL, Choice, Drafter, StepTimes, Texts
+from laminar_py.engines.local.drafts import FASTER, MOST_FINISHED, TRIAL, DraftChoice, Drafter, StepTimes, Texts
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.engine import DraftCounts, GenerateRequest, PauseMode
@@ -26,7 +26,7 @@ PROMPTS = ([3, 4, 5], [9] * 40, list(range(20, 31)))
 
 @pytest.fixture(autouse=True)
 def _drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Choice, "advance", lambda self: True)
+    monkeypatch.setattr(DraftChoice, "advance", lambda self: True)
     monkeypatch.setattr(StepTimes, "at", lambda self, tokens: np.ones(len(tokens)))
 
 
@@ -274,7 +274,7 @@ def test_old_responses_are_forgotten_and_a_turn_replaces_the_one_before(versions
 @pytest.mark.parametrize("drafts_s", [0.5, 2.0])
 def test_the_slower_way_is_tried_now_and_then(monkeypatch, drafts_s):
     monkeypatch.undo()
-    choice, drafted = Choice(), []
+    choice, drafted = DraftChoice(), []
     for _ in range(4000):
         tries = choice.advance()
         drafted.append(tries)
