@@ -31,10 +31,11 @@ def cpu_seconds(name: str, settings: list[str]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("settings", nargs="*", help="of the runs, e.g. rollout.prompts_per_step=128 steps=30")
     options = parser.parse_args()
     shares = []
     for seed in range(options.pairs):
-        settings = [f"steps={STEPS}", f"seed={seed}"]
+        settings = [f"steps={STEPS}", f"seed={seed}", *options.settings]
         with tempfile.TemporaryDirectory() as folder:
             os.environ["SILENT_COST"] = folder
             checked = cpu_seconds("timed", settings)

@@ -289,8 +289,8 @@ class AlgorithmConfig(Section):
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """True where a group with equal rewards has a gradient; a subclass may override it."""
-        return self.teacher_coef > 0 or self.objective is Objective.BALANCE
+        """True where groups with equal rewards are to train, too; a subclass may override it."""
+        return self.teacher_coef > 0
 
     @property
     def needs_whole_responses(self) -> bool:

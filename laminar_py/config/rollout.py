@@ -207,10 +207,10 @@ class RolloutConfig(Section):
     it is cut, with an event."""
     without_signal: WithoutSignal = WithoutSignal.SKIP
     """Use of groups whose rewards are all equal, so that their advantages are 0. `train` on them. `skip`
-    them: the same gradient for less work, except for the divergence from a reference and for
-    `algorithm.overlong_tokens`. `refill`: generate more groups until the step has enough with signal (dynamic
-    sampling). With process rewards the rewards of tokens count. `algorithm.advantage` of `batch_std` or `gae`,
-    a teacher and `objective: balance` always train on all groups."""
+    them: the same gradient for less work, except for the divergence from a reference (also the one in
+    `objective: balance`) and for `algorithm.overlong_tokens`. `refill`: generate more groups until the step has
+    enough with signal (dynamic sampling). With process rewards the rewards of tokens count. With
+    `algorithm.advantage` of `batch_std` or `gae`, and with a teacher, all groups train."""
     max_refill: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
     """`refill`: most groups that are generated for one step, as a multiple of its new groups. Then the step
     runs with the groups that have signal, and an event says how many groups were solved or hopeless. Below one
