@@ -17,7 +17,7 @@ from urllib.parse import quote
 from laminar_py.config.section import ConfigError
 from laminar_py.records.codec import CHAIN_START
 
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 14
 LEDGER_NAME = "ledger.sqlite"
 SEGMENTS_NAME = "segments"
 SEAL_NAME = "seal.json"

@@ -358,6 +358,14 @@ class LearnerLoaded(Event, frozen=True):
     refused: tuple[str, ...] = ()  # kernels that failed their check, each with the reason
 
 
+class FrozenLoaded(Event, frozen=True):
+    """A frozen model runs beside the learner, e.g. `FrozenLoaded("teacher", "models/better", "5fd1")`."""
+
+    source: str  # "reference" or "teacher"
+    model: str  # folder or address in the config; "" for the model that RL begins with
+    fingerprint: str  # over sampled weights, or what a server says of its model
+
+
 class Stepped(Event, frozen=True, kw_only=True):
     """The learner made a step. The ledger commits this event together with the step's `Consumed` and `Replayed`
     events.
@@ -483,6 +491,7 @@ AnyEvent = (
     | RelayGaveUp
     | Reattached
     | LearnerLoaded
+    | FrozenLoaded
     | Stepped
     | StepSkipped
     | Alarmed

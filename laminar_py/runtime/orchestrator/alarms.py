@@ -19,7 +19,7 @@ from laminar_py.engines.model_sizes import served_dtype
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.columns import Source
-from laminar_py.records.events import Alarmed, AnyEvent
+from laminar_py.records.events import Alarmed, AnyEvent, FrozenLoaded
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.proofs import Alarm
 from laminar_py.records.replica import ReplicaReport
@@ -70,9 +70,12 @@ class Alarms:
             sampling=config.rollout.sampling,
             steps=config.steps,
         )
-        self._fingerprints: dict[Source, str] = {}  # the first of each frozen model
+        algorithm = config.algorithm
+        self._frozen = {Source.REFERENCE: algorithm.reference, Source.TEACHER: algorithm.teacher}
+        self._fingerprints: dict[tuple[str, str], str] = {}  # the first of each frozen model
         self._weights = weights_by_name(config.reward)
         if recovered is not None:
+            self._fingerprints = {(one.source, one.model): one.fingerprint for one in recovered.frozen}
             self._events.batches.restore(recovered.live)
             self._events.rewards.restore(recovered.rewards)
         incarnation.ledger.observe = self._observe
@@ -110,8 +113,12 @@ class Alarms:
             self._tell(copies)
 
     def referred(self, source: Source, fingerprint: str) -> None:
-        """Compare the weights of a frozen model in a process of its own with its first."""
-        if fingerprint != self._fingerprints.setdefault(source, fingerprint):
+        """Compare the weights of a frozen model in a process of its own with its first, also before a resume."""
+        model = str(self._frozen[source] or "")
+        if (source, model) not in self._fingerprints:
+            self._fingerprints[source, model] = fingerprint
+            self._ledger.append(FrozenLoaded(source, model, fingerprint))
+        elif fingerprint != self._fingerprints[source, model]:
             self._tell([reference_alarm(self.step, source)])
 
     def tell(self, check: str, part: str, fault: str) -> None:
