@@ -13,7 +13,7 @@ from laminar_lab.plan.placements import MOST_RUNNING, RESERVE_SHARE
 from laminar_lab.report.diagnosis import WORTH, Bottleneck, Diagnosis, describe_cost, without_bottleneck
 from laminar_lab.report.mean_step import MeanStep, StageTimes, StepStage, compose, predict
 from laminar_py.config.algorithm import Correction, Objective, ReferencePass
-from laminar_py.config.cluster import Device
+from laminar_py.config.cluster import Device, LeaseCache, LeaseSwitch
 from laminar_py.config.learner import Recompute
 from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StalePolicy, WithoutSignal
 from laminar_py.config.run import RunConfig
@@ -84,8 +84,11 @@ class Advice:
     without: str  # line for an advice without remedies
 
 
-def advise_changes(diagnosis: Diagnosis, config: RunConfig) -> Advice:
-    """Return the remedies against the bottleneck with their predicted gains; try the first one first."""
+def advise_changes(diagnosis: Diagnosis, config: RunConfig, *, handed_over: float = 0.0) -> Advice:
+    """Return the remedies against the bottleneck with their predicted gains; try the first one first.
+
+    Remedies against hand-overs of shared devices follow; these take the share `handed_over` of the time.
+    """
     bottleneck, step = diagnosis.binding.bottleneck, diagnosis.mean_step
     useful = diagnosis.binding.gain * without_bottleneck(bottleneck, step).measured_s / max(step.measured_s, 1e-9)
     gains, most = [], 1.0
@@ -96,11 +99,23 @@ def advise_changes(diagnosis: Diagnosis, config: RunConfig) -> Advice:
         most = max(most, gain)
         if gain >= WORTH:
             gains.append((one, gain))
+    at_once = 1.0 / max(1.0 - handed_over, 1e-9)  # goodput if devices changed hands in no time
+    gains += [(one, at_once) for one in _cheaper_turns(config) if at_once >= WORTH]
     balanced = f"the stages are balanced: no change of one of them gives more than {most:.2f} x"
     held = "no setting of this run on this machine removes what limits it"
     if not config.gpus and [one.key for one, _ in gains] == [OTHER_MACHINES]:  # no setting for a laptop
         gains, held = [], f"{held}; more cores or a GPU would, or a Ray cluster ({OTHER_MACHINES})"
     return Advice(tuple(gains), balanced if diagnosis.binding.gain < WORTH else held)
+
+
+def _cheaper_turns(config: RunConfig) -> Iterator[Remedy]:
+    """Yield a KV cache that stays on shared devices, unless a new adapter drops it anyway; then longer turns."""
+    lease = config.cluster.lease
+    if config.lease_cache is LeaseCache.RELEASE and config.learner.lora is None:
+        why = "no response computes its cache again; `laminar doctor` says if both fit"
+        yield Remedy("cluster.lease.cache", "release -> keep", why)
+    if lease.switch is LeaseSwitch.READY:
+        yield Remedy("cluster.lease.switch", "ready -> tail", "fewer turns, with older data")
 
 
 def _generation(config: RunConfig, step: MeanStep) -> Iterator[Remedy]:

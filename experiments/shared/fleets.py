@@ -1,39 +1,34 @@
-"""Cells of this experiment: a fleet of GPUs, a use of it, and the simulated run of this use.
+"""Fleets, uses of them to simulate, and the planner's choice between shared and separate GPUs.
 
-Every cell simulates the production policies on `laminar plan`'s times of the model. A split cell has separate
-GPUs, a shared cell `cluster.share`. `turns` is the way of two processes on one GPU: stop, swap everything, `sync`.
+Every simulation runs the production policies on the times and placements of `laminar plan`. `turns` is the way of
+two processes on one GPU: stop, swap everything, `sync`.
 """
 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from statistics import mean
 
-from formula import (
-    SharedPlacement,
-    continuing_fleet,
-    shared_fleet,
-    shared_placements,
-    shared_step_s,
-    split_step_s,
-)
+import msgspec
 
-from laminar_lab.emulation.settings import EmulationProfile
 from laminar_lab.gpus import gpu_named
+from laminar_lab.plan.judge import judge, shrunk_fleet
 from laminar_lab.plan.known_models import model_named
-from laminar_lab.plan.placements import FleetPlacement, placements
+from laminar_lab.plan.placements import FleetPlacement, on_new_weights, placements
+from laminar_lab.plan.planner import RankedPlan, make_plan, plan_by_formula
 from laminar_lab.plan.request import GpuFleet, Lengths, PlanRequest
 from laminar_lab.plan.stages import estimate
 from laminar_lab.simulate.figures import SimulatedFigures
 from laminar_lab.simulate.run import simulate
 from laminar_lab.step_time import LOAD_BYTES_PER_S, version_bytes
-from laminar_py.config import ConfigError, RunConfig
-from laminar_py.config.cluster import LeaseCache, LeaseSwitch
+from laminar_py.config import ConfigError
+from laminar_py.config.cluster import LeaseSwitch
 from laminar_py.config.learner import LearnerConfig, LoraConfig
 from laminar_py.config.rollout import OnNewWeights, Schedule
 
 PCIE_BYTES_PER_S = 25e9  # an assumption: states of the learner to the host's memory, and back
-STEPS = {256: 20, 512: 14, 1024: 10}  # of the rows, by the trajectories of a step
-DRAWN_STEPS, DRAWN_REPLICAS, DRAWN_RESPONSES = 10, 4, 256  # most of a drawn fleet, which is shrunk
+STEPS = {256: 20, 512: 14, 1024: 10}  # of a cell, by the trajectories of a step
+JUDGES = (3, 4)  # seeds of the simulations that judge a choice; the planner uses 0, 1 and 2
 DRAWN_GPUS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64)
 
 
@@ -92,124 +87,124 @@ def drawn_fleet(seed: int) -> Fleet:
         p99=min(draw.uniform(3, 10) * p50, 2 * cap),
         cap=cap,
     )
-    fits = bool(_splits(fleet.request) or shared_placements(fleet.request))
-    return fleet if fits else replace(fleet, adapter=True)
+    try:
+        placements(fleet.request)
+    except ConfigError:
+        return replace(fleet, adapter=True)
+    return fleet
+
+
+# ---- cells
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A use of a fleet to simulate."""
+    """A use of a fleet to simulate, with all of its replicas."""
 
     name: str
     request: PlanRequest
-    use: FleetPlacement | SharedPlacement
+    placement: FleetPlacement
     on_new_weights: OnNewWeights
     switch: LeaseSwitch = LeaseSwitch.READY
     turns: bool = False
-    is_whole: bool = True  # all replicas are simulated
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether learner and replicas share GPUs."""
-        return isinstance(self.use, SharedPlacement)
 
 
-def split_cells(request: PlanRequest, *, each: int, retracting: int) -> Iterator[Cell]:
-    """Yield the best split placements by formula: `drain`, `each` in place, some `retracting`, and `sync`."""
-    every = _splits(request)
-    of_schedule = {
-        schedule: sorted(
-            (one for one in every if one.schedule is schedule), key=lambda one: estimate(request, one).step_s
-        )
-        for schedule in Schedule
-    }
-    apart: dict[tuple[int, int], FleetPlacement] = {}
-    for one in sorted(of_schedule[Schedule.ASYNC], key=lambda one: split_step_s(request, one)):
-        apart.setdefault((one.learner_gpus, one.tensor_parallel), one)
-    for policy, found in (
-        (OnNewWeights.DRAIN, of_schedule[Schedule.ASYNC][:1]),
-        (OnNewWeights.IN_PLACE, list(apart.values())[:each]),
-        (OnNewWeights.RETRACT, list(apart.values())[:retracting]),
-        (OnNewWeights.DRAIN, of_schedule[Schedule.SYNC][:1]),
-    ):
-        for one in found:
-            name = f"split_{one.schedule}_{policy}_{_words(one)}"
-            yield Cell(name=name, request=request, use=one, on_new_weights=policy)
+def cells_of(request: PlanRequest) -> Iterator[Cell]:
+    """Yield the best placements by formula: shared and split, under `async` and `sync`, with all policies."""
+    best: dict[tuple[Schedule, bool, bool], FleetPlacement] = {}
+    for one in sorted(placements(request), key=lambda one: estimate(request, one).step_s):
+        if one.schedule is not Schedule.ONE_STEP:
+            best.setdefault((one.schedule, bool(one.shared), one.keeps_cache), one)
+    for one in best.values():
+        planned = on_new_weights(one, request.learner)
+        yield _cell(request, one, planned)
+        if one.schedule is not Schedule.ASYNC:
+            continue
+        if one.shared:
+            yield _cell(request, one, planned, LeaseSwitch.TAIL)
+        else:  # as on shared GPUs: responses continue under new weights
+            yield _cell(request, one, OnNewWeights.RESUME if request.learner.lora else OnNewWeights.IN_PLACE)
+    if request.fleet.gpus == 1:
+        one = best[Schedule.SYNC, True, False]
+        yield replace(_cell(request, one, OnNewWeights.DRAIN), name="turns", turns=True)
 
 
-def shared_cells(
-    request: PlanRequest, *, each: int, switches: tuple[LeaseSwitch, ...], schedules: tuple[Schedule, ...]
-) -> Iterator[Cell]:
-    """Yield the best shared placements by formula, `each` with either cache, and the first under all settings."""
-    every = shared_placements(request)
-    for cache in LeaseCache:
-        found = [one for one in every if one.cache is cache]
-        found.sort(key=lambda one: shared_step_s(request, one))
-        for place, one in enumerate(found[:each]):
-            for schedule in schedules if place == 0 else (Schedule.ASYNC,):
-                # a batch of a schedule with barriers ends before its turn, so both switches are one
-                for switch in switches if place == 0 and schedule is Schedule.ASYNC else switches[:1]:
-                    yield _shared_cell(request, one, schedule, switch)
-
-
-def _shared_cell(request: PlanRequest, one: SharedPlacement, schedule: Schedule, switch: LeaseSwitch) -> Cell:
-    policy = one.on_new_weights if schedule is Schedule.ASYNC else OnNewWeights.DRAIN
-    used = replace(one, fleet=replace(one.fleet, schedule=schedule), on_new_weights=policy)
-    name = f"shared_{schedule}_{policy}_{one.cache}_{switch}_{_words(one.fleet)}"
-    return Cell(name=name, request=request, use=used, on_new_weights=policy, switch=switch)
-
-
-def turns_cell(request: PlanRequest) -> Cell:
-    """Return the cell of two processes that take turns, each with the whole GPU."""
-    (one, *_) = [one for one in shared_placements(request) if one.cache is LeaseCache.RELEASE]
-    cell = _shared_cell(request, one, Schedule.SYNC, LeaseSwitch.READY)
-    return replace(cell, name="turns", turns=True)
+def _cell(
+    request: PlanRequest,
+    one: FleetPlacement,
+    policy: OnNewWeights,
+    switch: LeaseSwitch = LeaseSwitch.READY,
+) -> Cell:
+    kind = f"shared_{'keep' if one.keeps_cache else 'release'}_{switch}" if one.shared else "split"
+    name = f"{kind}_{one.schedule}_{policy}_{one.learner_gpus}of{one.replicas}x{one.tensor_parallel}"
+    return Cell(name=name, request=request, placement=one, on_new_weights=policy, switch=switch)
 
 
 def simulate_cell(cell: Cell, *, seed: int) -> SimulatedFigures:
-    """Simulate a cell; the figures are of the whole fleet, except counts of trajectories and events."""
-    config, profile = _config(cell, seed)
-    steps = STEPS[config.trajectories_per_step] if cell.is_whole else DRAWN_STEPS
-    figures = simulate(config.model_copy(update={"steps": steps}), profile=profile).figures
-    ratio = cell.request.trajectories_per_step / config.trajectories_per_step
-    return SimulatedFigures(
-        **{name: getattr(figures, name) for name in figures.__struct_fields__ if name != "trained_tokens_per_s"},
-        trained_tokens_per_s=figures.trained_tokens_per_s * ratio,
+    """Simulate a cell."""
+    config, profile = shrunk_fleet(cell.request, cell.placement, replicas=cell.placement.replicas, seed=seed)
+    changes = {"on_new_weights": cell.on_new_weights}
+    if cell.turns:
+        # the learner's fp32 weights leave the GPU and come back, and the engine loads all of its own
+        shape = cell.request.shape
+        times = {
+            "hand_over_s": profile.engine.hand_over_s + 4 * shape.total / PCIE_BYTES_PER_S,
+            "load_s": version_bytes(shape.total) / LOAD_BYTES_PER_S,
+        }
+        profile = profile.model_copy(update={"engine": profile.engine.model_copy(update=times)})
+        alone = replace(cell.request, fleet=replace(cell.request.fleet, per_node=2))
+        room = next(one for one in placements(alone) if not one.shared and one.tensor_parallel == 1)
+        changes |= {"kv_capacity": room.kv_tokens, "max_batch": room.max_batch}
+    lease = config.cluster.lease.model_copy(update={"switch": cell.switch})
+    config = config.model_copy(
+        update={
+            "steps": STEPS[config.trajectories_per_step],
+            "rollout": config.rollout.model_copy(update=changes),
+            "cluster": config.cluster.model_copy(update={"lease": lease}),
+        }
     )
+    return simulate(config, profile=profile).figures
 
 
-def _config(cell: Cell, seed: int) -> tuple[RunConfig, EmulationProfile]:
-    use, request = cell.use, cell.request
-    fleet = use.fleet if isinstance(use, SharedPlacement) else use
-    replicas = fleet.replicas
-    if not cell.is_whole:  # a few replicas that have `DRAWN_RESPONSES` of a step at most
-        replicas = max(2, min(DRAWN_REPLICAS, DRAWN_RESPONSES * replicas // request.trajectories_per_step))
-    if isinstance(use, FleetPlacement):
-        return continuing_fleet(request, use, policy=cell.on_new_weights, replicas=replicas, seed=seed)
-    config, profile = shared_fleet(request, use, replicas=replicas, seed=seed, switch=cell.switch)
-    if not cell.turns:
-        return config, profile
-    # the learner's fp32 weights leave the GPU and come back, and the engine loads all of its own
-    whole, moved_s = version_bytes(request.shape.total), 4 * request.shape.total / PCIE_BYTES_PER_S
-    times = {
-        "hand_over_s": profile.engine.hand_over_s + moved_s,
-        "load_s": whole / fleet.tensor_parallel / LOAD_BYTES_PER_S,
+# ---- choices
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """The planner's choice for a fleet, and speeds that other seeds give; trained tokens/s, 0.0: none fits."""
+
+    formula_shares: bool  # the first choice by formula alone
+    plan_shares: bool  # the first choice by simulations
+    formula: float
+    plan: float
+    shared: float  # the fastest shared placement
+    split: float  # the fastest on separate GPUs
+
+    @property
+    def best(self) -> float:
+        """Speed of the better kind."""
+        return max(self.shared, self.split)
+
+
+def choose(request: PlanRequest) -> Choice:
+    """Plan a fleet, and simulate the first choices of each kind, by formula and by the plan."""
+    formula, plan = plan_by_formula(request), make_plan(request)
+    firsts = {
+        shares: [*_firsts(formula, shares=shares), *_firsts(plan, shares=shares)] for shares in (True, False)
     }
-    alone = replace(request, fleet=replace(request.fleet, nodes=1, per_node=2))
-    room = next(one for one in placements(alone) if one.tensor_parallel == 1)
-    rollout = config.rollout.model_copy(update={"kv_capacity": room.kv_tokens, "max_batch": room.max_batch})
-    return (
-        config.model_copy(update={"rollout": rollout}),
-        profile.model_copy(update={"engine": profile.engine.model_copy(update=times)}),
+    speeds = {
+        one: mean(judge(request, one, seed=seed).tokens_per_s for seed in JUDGES)
+        for one in dict.fromkeys((*firsts[True], *firsts[False]))
+    }
+    return Choice(
+        formula_shares=bool(formula.best.placement.shared),
+        plan_shares=bool(plan.best.placement.shared),
+        formula=speeds[formula.best.placement],
+        plan=speeds[plan.best.placement],
+        shared=max((speeds[one] for one in firsts[True]), default=0.0),
+        split=max((speeds[one] for one in firsts[False]), default=0.0),
     )
 
 
-def _splits(request: PlanRequest) -> list[FleetPlacement]:
-    try:
-        return [one for one in placements(request) if not one.shared]
-    except ConfigError:
-        return []
-
-
-def _words(one: FleetPlacement) -> str:
-    return f"{one.learner_gpus}of{one.replicas}x{one.tensor_parallel}_{one.batch_per_replica}"
+def _firsts(plan: RankedPlan, *, shares: bool) -> list[FleetPlacement]:
+    """Return the first placement of a kind; nothing where none is ranked."""
+    return [one.placement for one in plan.ranked if bool(one.placement.shared) is shares][:1]

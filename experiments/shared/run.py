@@ -1,68 +1,41 @@
 """Shared GPUs against separate ones, simulated: 1, 2, 4 and 8 GPUs of a 7B, and fleets drawn by seed.
 
-`python experiments/shared/run.py [--json] [--drawn N] [--only NAME] [--every]` simulates the missing cells and
-keeps them in `.cache/shared`. `--drawn` also simulates so many drawn fleets, on which the rule is judged.
-`--every` prints all cells.
+`python experiments/shared/run.py [--json] [--drawn N] [--only NAME] [--every]` simulates the missing cells, lets
+the planner choose, and keeps both in `.cache/shared`. `--drawn` adds so many drawn fleets, on which the planner
+alone is judged. `--every` prints all cells.
 """
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from fleets import ROWS, Cell, Fleet, drawn_fleet, shared_cells, simulate_cell, split_cells, turns_cell
-from formula import shared_is_better
+from fleets import ROWS, Cell, Choice, Fleet, cells_of, choose, drawn_fleet, simulate_cell
 
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.runs import KeptResults, make_parser
 from laminar_lab.simulate.figures import SimulatedFigures
-from laminar_py.config.cluster import LeaseSwitch
-from laminar_py.config.rollout import Schedule
 
 HERE = Path(__file__).parent
 KEPT = Path(".cache/shared")
 SEED = 0
-ASYNC = (Schedule.ASYNC,)
 Figures = Mapping[Cell, SimulatedFigures]
 
 
-def cells_of(fleet: Fleet) -> list[Cell]:
-    """Return the cells of a fleet: all policies in the rows of the 7B, the best few by formula in drawn fleets."""
-    request, ready = fleet.request, (LeaseSwitch.READY,)
-    if fleet.name.startswith("drawn"):
-        few = [
-            *split_cells(request, each=1, retracting=0),
-            *shared_cells(request, each=1, switches=ready, schedules=ASYNC),
-        ]
-        return [replace(cell, is_whole=False) for cell in few if "sync_" not in cell.name.replace("async_", "")]
-    schedules = tuple(Schedule) if fleet.gpus == 1 else (Schedule.ASYNC, Schedule.SYNC)
-    found = [
-        *split_cells(request, each=2, retracting=1),
-        *shared_cells(request, each=2, switches=tuple(LeaseSwitch), schedules=schedules),
-    ]
-    return [*found, turns_cell(request)] if fleet.gpus == 1 else found
-
-
-def measure(named: tuple[str, Cell]) -> SimulatedFigures:
-    """Simulate a cell, or read what is kept of it."""
-    name, cell = named
+def measure(named: tuple[str, Cell | Fleet]) -> SimulatedFigures | Choice:
+    """Simulate a cell or choose for a fleet, or read what is kept of it."""
+    name, what = named
     kept = KeptResults(KEPT, sources=[HERE / "fleets.py"], settings=f"seed {SEED}")
-    return kept.get(name, SimulatedFigures, lambda: simulate_cell(cell, seed=SEED))
+    if isinstance(what, Fleet):
+        return kept.get(name, Choice, lambda: choose(what.request))
+    return kept.get(name, SimulatedFigures, lambda: simulate_cell(what, seed=SEED))
 
 
-def best(found: Figures, *, shared: bool) -> Cell | None:
-    """Return the fastest cell; None if there is none."""
-    cells = [cell for cell in found if cell.is_shared is shared and not cell.turns]
-    return max(cells, key=lambda cell: found[cell].trained_tokens_per_s, default=None)
-
-
-def rows(fleet: Fleet, found: Figures, *, every: bool) -> Iterator[Row]:
-    """Make the rows of a fleet."""
-    what = f"{fleet.model}, {'adapter' if fleet.adapter else 'all weights'}, {fleet.gpus} GPUs, seed {SEED}"
-    shared, split = best(found, shared=True), best(found, shared=False)
-    other = split or next((cell for cell in found if cell.turns), None)
-    for cell in found if every else filter(None, (shared, other)):
+def cell_rows(fleet: Fleet, found: Figures, *, every: bool) -> Iterator[Row]:
+    """Make the rows of a fleet's cells: the fastest of each kind, or all."""
+    what = f"{describe(fleet)}, seed {SEED}"
+    fastest = [best(found, shared=True), best(found, shared=False)]
+    for cell in found if every else filter(None, fastest):
         figures = found[cell]
         condition = (
             f"{what}; step {figures.step_s:.1f} s, learner waits {figures.learner_waiting_share:.0%}, hand-overs"
@@ -72,46 +45,58 @@ def rows(fleet: Fleet, found: Figures, *, every: bool) -> Iterator[Row]:
             f" {figures.staleness_max}"
         )
         yield Row(f"{fleet.name}_{cell.name}", figures.trained_tokens_per_s, "trained tokens/s", condition)
-    if shared and other:
-        ratio = found[shared].trained_tokens_per_s / found[other].trained_tokens_per_s
-        over = "split" if split else "turns"
-        yield Row(f"shared_over_{over}_{fleet.name}", ratio, "x", f"{what}; {shared.name} over {other.name}")
+    turns = next((cell for cell in found if cell.turns), None)
+    if turns and fastest[0]:
+        ratio = found[fastest[0]].trained_tokens_per_s / found[turns].trained_tokens_per_s
+        yield Row(f"shared_over_turns_{fleet.name}", ratio, "x", f"{what}; {fastest[0].name}")
 
 
-def judge_rule(found: Mapping[Fleet, Figures]) -> Iterator[Row]:
-    """Compare the rule's choice with the simulations of drawn fleets."""
-    right, lost = [], []
-    for fleet, figures in found.items():
-        shared, split = best(figures, shared=True), best(figures, shared=False)
-        speeds = {
-            True: figures[shared].trained_tokens_per_s if shared else 0.0,
-            False: figures[split].trained_tokens_per_s if split else 0.0,
-        }
-        chosen = shared_is_better(fleet.request)
-        right.append(speeds[chosen] >= speeds[not chosen])
-        lost.append(speeds[chosen] / max(speeds.values()))
-        what = f"{fleet.model} on {fleet.gpus} GPUs, adapter {fleet.adapter}, p50 {fleet.p50:.0f}, cap {fleet.cap}"
-        ratio = speeds[True] / speeds[False] if speeds[False] else 0.0
+def best(found: Figures, *, shared: bool) -> Cell | None:
+    """Return the fastest cell; None if there is none."""
+    cells = [cell for cell in found if bool(cell.placement.shared) is shared and not cell.turns]
+    return max(cells, key=lambda cell: found[cell].trained_tokens_per_s, default=None)
+
+
+def describe(fleet: Fleet) -> str:
+    """Describe a fleet in one phrase."""
+    trains = "adapter" if fleet.adapter else "all weights"
+    return f"{fleet.model}, {trains}, {fleet.gpus} GPUs, {8 * fleet.prompts} a step, p50 {fleet.p50:.0f}"
+
+
+def choice_rows(chosen: Mapping[Fleet, Choice], kind: str) -> Iterator[Row]:
+    """Make the rows of the planner's choices, and how often and how far they are right."""
+    for fleet, one in chosen.items():
+        ratio = one.shared / one.split if one.split else 0.0
+        said = f"shares: formula {one.formula_shares}, plan {one.plan_shares}"
+        reached = f"formula {one.formula / one.best:.3f}, plan {one.plan / one.best:.3f} of the better one"
         yield Row(
-            f"shared_over_split_{fleet.name}", ratio, "x, 0: no split", f"{what}; rule says shared: {chosen}"
+            f"shared_over_split_{fleet.name}", ratio, "x, 0: no split", f"{describe(fleet)}; {said}; {reached}"
         )
-    yield Row("rule_right", sum(right) / len(right), "share", f"{len(right)} drawn fleets")
-    yield Row("rule_least", min(lost), "x", "of the better one, by the choice of the rule")
+    number = f"{len(chosen)} {kind} fleets"
+    for name in ("formula", "plan"):
+        right = [getattr(one, f"{name}_shares") == (one.shared >= one.split) for one in chosen.values()]
+        reached = [getattr(one, name) / one.best for one in chosen.values()]
+        yield Row(f"{kind}_{name}_right", sum(right) / len(right), "share", number)
+        yield Row(f"{kind}_{name}_least", min(reached), "x", f"{number}, its first choice over the better kind")
 
 
 def report(fleets: Sequence[Fleet], *, every: bool) -> list[Row]:
     """Simulate what is missing, and return all rows."""
-    work = [(fleet, cell) for fleet in fleets for cell in cells_of(fleet)]
-    named = [(f"{fleet.name}-{cell.name}", cell) for fleet, cell in work]
-    found: dict[Fleet, dict[Cell, SimulatedFigures]] = {}
-    with get_context("spawn").Pool(min(len(named), os.cpu_count() or 1)) as pool:
-        for (fleet, cell), figures in zip(work, pool.imap(measure, named), strict=True):
-            found.setdefault(fleet, {})[cell] = figures
-    drawn = {fleet: figures for fleet, figures in found.items() if fleet.name.startswith("drawn")}
-    made = [
-        row for fleet, figures in found.items() if fleet not in drawn for row in rows(fleet, figures, every=every)
-    ]
-    return made + list(judge_rule(drawn) if drawn else ())
+    of_cells = [(fleet, cell) for fleet in fleets if fleet in ROWS for cell in cells_of(fleet.request)]
+    work: list[tuple[str, Cell | Fleet]] = [(f"{fleet.name}-{cell.name}", cell) for fleet, cell in of_cells]
+    work += [(fleet.name, fleet) for fleet in fleets]
+    figures: dict[Fleet, dict[Cell, SimulatedFigures]] = {}
+    chosen: dict[Fleet, Choice] = {}
+    with get_context("spawn").Pool(min(len(work), os.cpu_count() or 1)) as pool:
+        found = pool.imap(measure, work)
+        for (fleet, cell), of_cell in zip(of_cells, found, strict=False):
+            figures.setdefault(fleet, {})[cell] = of_cell
+        chosen.update(zip(fleets, found, strict=True))
+    made = [row for fleet, cells in figures.items() for row in cell_rows(fleet, cells, every=every)]
+    for kind in ("named", "drawn"):
+        some = {fleet: one for fleet, one in chosen.items() if (fleet in ROWS) is (kind == "named")}
+        made += choice_rows(some, kind) if some else ()
+    return made
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ app = typer.Typer()
 def advise(run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. runs/quickstart-1")]) -> None:
     """Say what to change first against what limits a run, and predict a step with other settings and schedules."""
     from laminar_lab.advice import advise_changes
+    from laminar_lab.report.figures import handed_over_share
     from laminar_lab.report.run_report import read_report
     from laminar_lab.report.tails import format_seconds
     from laminar_lab.report.terminal import learning_lines, make_table
@@ -36,7 +37,7 @@ def advise(run: Annotated[Path, typer.Argument(help="Folder of the run, e.g. run
     print_line(
         f"a step takes {format_seconds(step.measured_s)}; the tables have the goodput that a change would give"
     )
-    advice = advise_changes(diagnosis, config)
+    advice = advise_changes(diagnosis, config, handed_over=handed_over_share(report) or 0.0)
     if advice.gains:
         rows = [(one.key, one.change, f"at most {gain:.2f} x", one.why) for one, gain in advice.gains]
         console.print(

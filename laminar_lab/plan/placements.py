@@ -131,9 +131,9 @@ def on_new_weights(placement: FleetPlacement, learner: LearnerConfig) -> OnNewWe
 
 
 def lease_settings(placement: FleetPlacement) -> dict[str, object]:
-    """Return settings of `cluster` for the turns on shared GPUs; nothing where all GPUs are separate."""
+    """Return settings of `cluster`: whether GPUs are shared, and then what the turns do with KV caches."""
     if not placement.shared:
-        return {}
+        return {"share": False}
     return {"share": True, "lease": {"cache": "keep" if placement.keeps_cache else "release"}}
 
 

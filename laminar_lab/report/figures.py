@@ -119,7 +119,7 @@ def _note_first_answer(report: RunReport) -> str:
     return f"from the command: {checks} of checks, {served} until a replica has weights, {answered} more"
 
 
-def _hand_overs(report: RunReport) -> float | None:
+def handed_over_share(report: RunReport) -> float | None:
     """Return the share of RL for which shared devices were handed over; None without any."""
     leases = [lease for _, lease in report.snapshot.history.of_kind(Leased)]
     return sum(lease.elapsed_s for lease in leases) / report.rl_s if leases and report.rl_s else None
@@ -176,7 +176,7 @@ FIGURES = (
         format="{:.0%}".format,
         note=_note_drafts,
     ),
-    Figure(name="hand-overs", value=_hand_overs, format="{:.1%}".format, note=_note_hand_overs),
+    Figure(name="hand-overs", value=handed_over_share, format="{:.1%}".format, note=_note_hand_overs),
     Figure(
         name="staleness",
         value=lambda r: None if r.staleness is None else r.staleness.mean,

@@ -510,16 +510,18 @@ def test_released_memory_held_the_caches_of_ended_turns_too():
 
 
 def test_memory_takes_its_time_to_go_and_to_come_back(folders):
-    async def seconds(mode):
+    async def seconds(*modes):
         async with serving(folders[0], compression=2.0) as engine:
             loop = asyncio.get_running_loop()
             began = loop.time()
-            await engine.pause(mode)
+            for mode in modes:
+                await engine.pause(mode)
             paused = loop.time()
             await engine.resume()
             return paused - began, loop.time() - paused
 
-    assert virtually(seconds(PauseMode.RELEASE)) == pytest.approx((TIMES.hand_over_s / 2,) * 2)
+    for modes in ((PauseMode.RELEASE,), (PauseMode.RELEASE, PauseMode.ABORT)):
+        assert virtually(seconds(*modes)) == pytest.approx((TIMES.hand_over_s / 2,) * 2)
     assert virtually(seconds(PauseMode.RETRACT)) == (0.0, 0.0)
 
 

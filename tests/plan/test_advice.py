@@ -12,6 +12,8 @@ from laminar_lab.report.diagnosis import Bottleneck, diagnose
 from laminar_lab.report.mean_step import Age, StepStage
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import Schedule
+from laminar_py.records.events import Leased
+from tests.report.builders import make_step_row, write_rows
 from tests.report.scripted import CONFIG, WITH_ENVIRONMENT, scripted
 from tests.report.test_diagnosis import BOTTLENECKS, FULL, mean_step_of, on_full_cores
 
@@ -38,6 +40,31 @@ async def test_the_command_names_what_to_change_and_predicts_a_step(tmp_path):
     done = CliRunner().invoke(app, [str(tmp_path)], catch_exceptions=False)
     for words in ("limited by LEARNER: ", "learner.world_size", "twice the learner ranks", "schedule=sync"):
         assert words in done.output
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "settings", "keys"),
+    [
+        (0.5, (), ["cluster.lease.cache", "cluster.lease.switch"]),
+        (0.5, ("cluster.lease.switch=tail",), ["cluster.lease.cache"]),
+        (0.5, ("cluster.lease.cache=keep",), ["cluster.lease.switch"]),
+        (0.5, ("learner.lora={rank: 8}",), ["cluster.lease.switch"]),
+        (0.02, (), []),
+    ],
+)
+async def test_hand_overs_that_cost_a_tenth_are_advised_against(tmp_path, elapsed_s, settings, keys):
+    async with scripted(tmp_path, "cluster.share=true", "cluster.lease.cache=release", *settings) as script:
+        for step in range(1, 6):
+            at, id = 4.0 * step, f"g{step}.0"
+            script.issue(at, id)
+            script.finish(at + 1, id)
+            script.score(at + 1.5, id)
+            script.at(at + 2, Leased(holder="learner", step=step, elapsed_s=elapsed_s, tokens=0))
+            script.step(at + 3, step, id)
+            script.at(at + 3.5, Leased(holder="replicas", step=step, elapsed_s=elapsed_s, tokens=0))
+    write_rows(tmp_path / "metrics.jsonl", [make_step_row(step, 4.0 * step) for step in range(1, 6)])
+    output = CliRunner().invoke(app, [str(tmp_path)], catch_exceptions=False).output
+    assert [word for word in output.split() if word.startswith("cluster.lease")] == keys
 
 
 @pytest.mark.parametrize("schedule", [Schedule.ASYNC, Schedule.ONE_STEP])

@@ -294,6 +294,7 @@ def test_the_written_config_is_one_that_doctor_finds_room_for(small, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(shape | {"torch_dtype": "bfloat16"}))
     config = load_config(path, [])
     assert config.gpus == 8
+    assert config.cluster.share == bool(small.best.placement.shared)
     assert not memory_faults(config, gpu_bytes=80e9)
     with pytest.raises(ConfigError, match="exists already; name another file"):
         write_config(small, small.best, path, model=tmp_path)

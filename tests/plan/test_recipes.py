@@ -23,7 +23,7 @@ from tests.runs.runs import REPO
 
 MORE_GPUS = ("rollout.replicas", "rollout.engine.learner_devices")
 RECIPES = sorted(path for path in REPO.glob("experiments/*/*gpu.yaml"))
-SEPARATE = [path for path in RECIPES if path.parent.name != "one_gpu"]  # advice does not know turns on shared GPUs
+SEPARATE = [path for path in RECIPES if path.parent.name != "one_gpu"]
 
 
 LENGTHS = {"32b_128k_64gpu": {"p50": 12_000, "p99": 90_000}}  # tokens of the longest recipe's responses

@@ -10,7 +10,7 @@ from laminar_lab.doctor.checks import fit_pretended, pretended_cluster
 from laminar_lab.doctor.gpu_formula import has_margin
 from laminar_lab.plan.judge import judge, shrunk_fleet
 from laminar_lab.plan.placements import gpu_bytes, placements
-from laminar_lab.plan.planner import plan_by_formula
+from laminar_lab.plan.planner import make_plan, plan_by_formula
 from laminar_lab.plan.pretend import placement_of
 from laminar_lab.plan.stages import estimate
 from laminar_lab.plan.writing import BEGINNING, write_config
@@ -119,3 +119,19 @@ def test_a_shrunk_fleet_shares_as_many_of_its_gpus():
 def test_a_simulation_agrees_with_the_formula_on_one_gpu(schedule):
     (one,) = shared_of(one_gpu(), schedule)
     assert estimate(one_gpu(), one).tokens_per_s == pytest.approx(judge(one_gpu(), one).tokens_per_s, rel=0.1)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_the_written_config_shares_gpus_where_that_is_simulated_as_faster(shares, tmp_path):
+    request = make_request(nodes=1, prompts_per_step=8, group_size=8)
+    some = judge(request, placements(request)[0])
+
+    def judge_all(found, seed, times=1):
+        return [replace(some, tokens_per_s=2.0 if bool(one.shared) is shares else 1.0) for one in found]
+
+    plan = make_plan(request, judge_all=judge_all)
+    assert {bool(one.placement.shared) for one in plan.ranked} == {True, False}
+    for name, settings in (("new", {}), ("again", {"cluster": {"share": not shares}})):
+        base = {"name": name, **BEGINNING, **settings}
+        write_config(plan, plan.best, tmp_path / f"{name}.yaml", model=tmp_path, base=base)
+        assert load_config(tmp_path / f"{name}.yaml", []).cluster.share is shares

@@ -250,8 +250,9 @@ class SGLangEngine:
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating, by `mode`; new requests wait at the gate.
 
-        RELEASE is RETRACT where the server has no memory saver, as on CPUs. ABORT closes the gate and aborts the
-        streams one by one, in one round trip. The server's own pause by abort sleeps for a second between checks.
+        RELEASE is RETRACT where the server has no memory saver, as on CPUs; the memory is away until `resume`,
+        through all pauses in between. ABORT closes the gate and aborts the streams one by one, in one round trip.
+        The server's own pause by abort sleeps for a second between checks.
         """
         self._connection.raise_if_lost()
         self._gate.clear()
@@ -267,7 +268,8 @@ class SGLangEngine:
         self._by_rid.clear()
         for stream in streams:
             self._abort(stream)
-        await self._continue()  # streams held by an earlier pause would not end
+        if not self._released:  # then all requests are queued, and end at once
+            await self._continue()  # running streams held by an earlier pause would not end
 
     async def resume(self) -> None:
         """Generate again after `pause`, and open the gate."""
@@ -448,7 +450,8 @@ class SGLangEngine:
         """Poll the load while the server has requests; if it sends nothing for the stall timeout, it is lost."""
         while True:
             await asyncio.sleep(POLL_S)
-            if self._server_paused or not any(stream.submitted for stream in self._streams):
+            stands = self._server_paused and self._paused is not PauseMode.ABORT  # aborted streams have to end
+            if stands or not any(stream.submitted for stream in self._streams):
                 self._connection.touch()
             elif self._connection.silent_s > self._connection.timeout_s:
                 first = "" if self._connection.has_served else "first "

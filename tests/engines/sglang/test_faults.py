@@ -296,14 +296,34 @@ async def test_a_server_without_a_first_token_is_lost_in_the_time_of_its_start()
             await watched(engine, make_request())
 
 
-async def test_a_server_that_ends_no_stream_for_a_pause_by_abort_is_lost():
+@pytest.mark.parametrize("before", [(), (PauseMode.RELEASE,)])
+async def test_a_server_that_ends_no_stream_for_a_pause_by_abort_is_lost(before):
     async with Server([chunk(5)], end="hang").client(stall_timeout_s=1.5) as engine:
         stream = await caught(engine, make_request())
-        await engine.pause(PauseMode.ABORT)
+        for mode in (*before, PauseMode.ABORT):
+            await engine.pause(mode)
         with pytest.raises(EngineLostError, match="no token"):
             await engine.watch()
         with pytest.raises(EngineLostError, match="no token"):
             await stream.response()
+
+
+@pytest.mark.parametrize("then", [PauseMode.ABORT, PauseMode.RETRACT, PauseMode.IN_PLACE])
+async def test_memory_that_is_away_stays_away_through_aborts_and_new_weights_until_the_engine_resumes(then):
+    server = Server([chunk(5), AFTER_ABORT, last(count=1, kind="abort")])
+    given = {"/resume_memory_occupation", "/continue_generation"}
+    async with server.client() as engine:
+        stream = await caught(engine, make_request())
+        await engine.pause(PauseMode.RELEASE)
+        server.calls.clear()
+        if then is not PauseMode.ABORT:
+            await engine.abort("r")
+        await engine.pause(then)
+        assert (await stream.response()).reason is FinishReason.ABORT
+        await engine.load_weights(WEIGHTS, 2)
+        assert not given & {*server.calls}
+        await engine.resume()
+        assert server.calls[-2:] == ["/resume_memory_occupation", "/continue_generation"]
 
 
 async def test_a_paused_server_may_be_silent():

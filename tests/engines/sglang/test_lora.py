@@ -88,12 +88,13 @@ async def test_of_many_versions_the_last_alone_stays_on_the_server(served):
     assert response.logprobs == pytest.approx(exact, abs=1e-4)
 
 
-async def test_requests_that_run_keep_their_adapter_and_a_partial_goes_on_under_the_next(served):
+@pytest.mark.parametrize("held", [PauseMode.RETRACT, PauseMode.RELEASE])
+async def test_requests_that_run_keep_their_adapter_and_a_partial_goes_on_under_the_next(served, held):
     async with asyncio.timeout(LAW_S), client(served.server, base=served.base) as engine:
         await engine.load_weights(served.adapters[0], 1)
         streams = [Caught(engine, make_request(f"r{i}", prompt=(3, 4, i), length=1900)) for i in range(8)]
         await streams[0].running()
-        await engine.pause(PauseMode.RETRACT)
+        await engine.pause(held)
         with pytest.raises(RuntimeError, match="would keep their old adapter"):
             await engine.load_weights(served.adapters[1], 2)
         await engine.pause(PauseMode.ABORT)
