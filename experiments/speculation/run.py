@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from laminar_lab.bench.report import Ratio, Row, in_turn, log_line, show
 from laminar_py.config.loading import load_config
-from laminar_py.engines.local.sampling import hash_seeds, uniforms
+from laminar_py.engines.local.corpus import MOST_BYTES
+from laminar_py.engines.local.sampling import NEAR, hash_seeds, uniforms
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.ledger.recovery import known_prompts
@@ -31,7 +32,6 @@ from laminar_py.records.engine import DraftCounts, GenerateRequest, PauseMode, S
 from laminar_py.runtime.preflight.inputs import stop_ids
 
 EPOCHS = 2
-NEAR = 1e-5  # of a boundary between two tokens, where rounding may decide
 LAMINAR = Path(sys.executable).with_name("laminar")
 
 
@@ -69,6 +69,7 @@ class Sampled:
     logprobs: dict[str, list[float]] = field(default_factory=dict)
     rates: list[float] = field(default_factory=list)  # tokens per CPU second of the thread
     drafts: DraftCounts = field(default_factory=DraftCounts)
+    corpus_bytes: int = 0  # of the responses to draft from, at most
 
 
 def open_task(run: Path, folder: Path, *, prompts: int) -> Task:
@@ -128,6 +129,7 @@ def sample(task: Task, *, slots: int, drafts: bool, most: int, interrupt_every: 
                         prefix = np.array(found.tokens[delta.rid], np.int32)
                         waiting.append(msgspec.structs.replace(request, prefix_ids=prefix))
         found.rates.append(num_tokens / (time.thread_time() - began))
+        found.corpus_bytes = max(found.corpus_bytes, scheduler.status().corpus_bytes)
     found.drafts = scheduler.status().drafts
     return found
 
@@ -182,6 +184,8 @@ def identity(task: Task, *, most: int) -> list[Row]:
             for a, b in zip(values[: places.get(rid)], plain.logprobs[rid], strict=False)
         ]
         words = f"{len(found.tokens)} responses, {compared} tokens; {sum(near)} of the first differences excused"
+        if counts := found.drafts.verified:
+            words = f"{words}; {found.drafts.near} of {counts:,} verified tokens are near a boundary"
         rows.append(Row(f"{task.name}: {name}: first differences", float(len(differ)), "responses", words))
         rows.append(
             Row(f"{task.name}: {name}: largest gap of log-probabilities", 1e6 * max(gaps), "1e-6 nats", words)
@@ -192,13 +196,14 @@ def identity(task: Task, *, most: int) -> list[Row]:
 def speed(task: Task, *, slots: int, rounds: int, most: int) -> list[Row]:
     """Rates of both ways by epoch, with so many sequences at a time."""
     epochs: dict[str, list[list[float]]] = {"drafts": [], "plain": []}
-    drafts = DraftCounts()
+    drafts, corpus_bytes = DraftCounts(), 0
 
     def side(name: str, _: int) -> float:
-        nonlocal drafts
+        nonlocal drafts, corpus_bytes
         found = sample(task, slots=slots, drafts=name == "drafts", most=most)
         epochs[name].append(found.rates)
         drafts = drafts.plus(found.drafts)
+        corpus_bytes = max(corpus_bytes, found.corpus_bytes)
         return found.rates[-1]
 
     in_turn({name: partial(side, name) for name in epochs}, rounds=rounds, warm=1)
@@ -207,10 +212,14 @@ def speed(task: Task, *, slots: int, rounds: int, most: int) -> list[Row]:
         with_drafts, plain = ([rates[epoch] for rates in epochs[name][1:]] for name in ("drafts", "plain"))
         words = (
             f"{most} responses, epoch {epoch + 1}; {median(with_drafts):,.0f} and {median(plain):,.0f} tokens per"
-            f" CPU second; {drafts.accepted:,} of {drafts.drafted:,} drafted tokens accepted in all rounds"
+            f" CPU second; {drafts.accepted:,} of {drafts.drafted:,} drafted tokens accepted in all rounds,"
+            f" {drafts.accepted_per_pass:.2f} in a pass of a sequence; {drafts.near} of {drafts.verified:,}"
+            f" verified tokens within {NEAR:g} of another"
         )
         name = f"{task.name}: speculation_speedup c{slots} epoch {epoch + 1}"
         rows.append(Ratio.between(with_drafts, plain).row(name, words))
+    words = f"responses to draft from, at most; the bound is {MOST_BYTES / 2**20:.0f} MiB"
+    rows.append(Row(f"{task.name}: corpus c{slots}", corpus_bytes / 2**20, "MiB", words))
     return rows
 
 
@@ -237,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for slots in options.slots:
                     most = options.responses if slots > 4 else options.responses // 4
                     rows += speed(task, slots=slots, rounds=options.rounds, most=most)
-                    log_line("\n".join(f"{row.name} {row.value:.3f}" for row in rows[-EPOCHS:]))
+                    log_line("\n".join(f"{row.name} {row.value:.3f}" for row in rows[-EPOCHS - 1 :]))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     rows.append(Row("peak memory", peak, "GiB", "of this process, with both engines"))
     show("speculation", rows, as_json=options.json)

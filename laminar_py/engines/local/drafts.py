@@ -10,7 +10,7 @@ Texts of a prompt are its responses under way, and its last finished ones, whate
 continues the text in which the last tokens of the response occur, the longest run first.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -20,20 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.engines.local.attention import Drafts
+from laminar_py.engines.local.corpus import Corpus
 from laminar_py.engines.local.kv import Indices
 from laminar_py.engines.local.prefill import Job
 from laminar_py.engines.local.slots import Slots
 from laminar_py.records.codec import IntArray
-from laminar_py.records.engine import DraftCounts
+from laminar_py.records.engine import DraftCounts, GenerateRequest
 
 MOST_DRAFT = 15  # tokens of a sequence; so it grows by less than a block of the KV cache in one step
 MOST_FED = 256  # tokens of one step, whose logits are all in memory
 FIRST_DRAFT = 3  # tokens, until steps of two sizes have been measured
 SHORTEST, LONGEST = 2, 8  # tokens that a text has in common with a response when a draft continues it
 PATIENCE = 4  # tokens after which a response without such a text looks again
-MOST_TOKENS = 2**20  # of finished responses that are kept
-MOST_FINISHED = 16  # responses that are kept of one prompt
-LEAST_FINISHED = 4  # tokens of a response that is kept; the run's probes have one
 MEMORY = 32  # steps over which times and rates are averaged
 TRIAL = 4  # steps of the slower way, drafts or none, after `FASTER` steps of the other; twice as many at first
 FASTER, MOST_FASTER = 128, 1024  # the number doubles while drafts lose by `CLEARLY`
@@ -126,12 +124,17 @@ class Average:
 
 @dataclass(slots=True)
 class DraftChoice:
-    """DraftChoice between drafts and none at some number of rows, by the rates that both had there."""
+    """Choice between drafts and none at some number of rows, by the rates that both had there."""
 
     drafts: Average = field(default_factory=Average)
     plain: Average = field(default_factory=Average)
     steps: int = 0  # since the last trial
     faster: int = FASTER  # steps until the next
+
+    @property
+    def is_known(self) -> bool:
+        """Whether both ways were tried often enough to compare them."""
+        return min(self.plain.steps, self.drafts.steps) >= 2 * TRIAL
 
     @property
     def speedup(self) -> float:
@@ -140,7 +143,7 @@ class DraftChoice:
 
     def advance(self) -> bool:
         """Begin a step, and return True if it should draft."""
-        if min(self.plain.steps, self.drafts.steps) < 2 * TRIAL:
+        if not self.is_known:
             return self.drafts.steps <= self.plain.steps
         is_faster = self.speedup > 1
         self.steps += 1
@@ -180,15 +183,14 @@ class Drafter:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        # finished responses by prompt and request; the prompt that was used last comes last
-        self._finished: OrderedDict[bytes, dict[str, IntArray]] = OrderedDict()
-        self._num_kept = 0  # their tokens
+        self._corpus = Corpus()
         self._followed: dict[Job, Followed] = {}
         self._shares: Numbers = np.full(LONGEST + 1, 0.8)  # accepted tokens among reached ones, by match
         self._choices: defaultdict[int, DraftChoice] = defaultdict(DraftChoice)  # by the bits of a step's rows
         self._times = StepTimes()
         self._num_steps = {False: 0, True: 0}  # without drafts and with drafts
         self._counts = np.zeros((2, len(Origin)), np.int64)  # drafted and accepted tokens
+        self._num_verified = self._num_near = 0  # as in `DraftCounts`
         self._proposed: list[tuple[int, Origin]] = []  # match and origin of each row in the present step
 
     @property
@@ -199,7 +201,20 @@ class Drafter:
         return DraftCounts(
             **{f"drafted_{name}": count for name, count in zip(names, drafted, strict=True)},
             **{f"accepted_{name}": count for name, count in zip(names, accepted, strict=True)},
+            verified=self._num_verified,
+            near=self._num_near,
         )
+
+    @property
+    def corpus_bytes(self) -> int:
+        """Memory of the finished responses that are kept. Safe to call from any thread."""
+        return self._corpus.num_bytes
+
+    @property
+    def speedups(self) -> dict[int, float]:
+        """Speed-up by drafts as in `EngineStatus`. Safe to call from any thread."""
+        known = {bits: choice.speedup for bits, choice in self._choices.copy().items() if choice.is_known}
+        return {1 << (bits - 1): round(known[bits], 3) for bits in sorted(known)}
 
     def choose(self, num_rows: int) -> bool:
         """Begin a step of so many rows, and return True if it should draft."""
@@ -222,8 +237,13 @@ class Drafter:
         most = min(most, int(np.searchsorted(fed, MOST_FED, side="right")) - 1)
         return Drafts.build([draft[:most] for draft in drafts]) if most > 0 else None
 
-    def record_accepted(self, counts: Indices, accepted: Indices) -> None:
-        """Take how many tokens of the last proposal's drafts, `counts [B]`, were sampled."""
+    def record_accepted(self, counts: Indices, accepted: Indices, *, near: int) -> None:
+        """Take how many tokens of the last proposal's drafts, `counts [B]`, were sampled.
+
+        The numbers of `near` sampled tokens lie near a boundary.
+        """
+        self._num_verified += len(counts) + int(accepted.sum())
+        self._num_near += near
         for (match, origin), drafted, count in zip(
             self._proposed, counts.tolist(), accepted.tolist(), strict=True
         ):
@@ -244,20 +264,19 @@ class Drafter:
         (choice.drafts if tried else choice.plain).add(gained, seconds)
         self._times.add(num_rows + (0 if drafts is None else len(drafts.ids)), seconds)
 
-    def keep(self, job: Job, response: IntArray) -> None:
-        """Keep the finished `response`, of the last turn so far, for other responses to its prompt."""
-        if len(response) < LEAST_FINISHED:
-            return
-        prompt = self._prompt_of(job)
-        kept = self._finished.setdefault(prompt, {})
-        self._finished.move_to_end(prompt)
-        if job.request.rid not in kept and len(kept) == MOST_FINISHED:
-            self._num_kept -= len(kept.pop(next(iter(kept))))
-        self._num_kept += len(response) - len(kept.pop(job.request.rid, ()))
-        kept[job.request.rid] = response
-        while self._num_kept > MOST_TOKENS:
-            _, others = self._finished.popitem(last=False)
-            self._num_kept -= sum(map(len, others.values()))
+    def keep(self, job: Job, response: IntArray, *, version: int) -> None:
+        """Keep the finished `response` under `version`, of the last turn so far, for others to its prompt."""
+        self._corpus.add(job.request.rid, self._prompt_of(job), response, version=version)
+
+    def take_earlier(self, request: GenerateRequest) -> None:
+        """Keep the responses of other engines that a request brings, unless it has them."""
+        prompt = _digest(request.prompt_ids)
+        for text in request.earlier:  # copies, since ids from storage may be a part of more
+            self._corpus.add_new(text.rid, prompt, text.ids.copy(), version=text.version)
+
+    def drop_stale(self, version: int) -> None:
+        """Drop finished responses that are too old beside `version`, which is served from now on."""
+        self._corpus.drop_stale(version)
 
     def forget(self, job: Job) -> None:
         """Forget a job that no longer decodes."""
@@ -294,7 +313,7 @@ class Drafter:
     def _texts(self, prompt: bytes) -> Texts:
         """Join the texts of a prompt: its finished responses, then its responses under way."""
         start = np.array([_START], np.int32)
-        found = [part for response in self._finished.get(prompt, {}).values() for part in (start, response)]
+        found = [part for response in self._corpus.of(prompt) for part in (start, response)]
         num_earlier = end = sum(map(len, found))
         own: dict[Job, range] = {}
         for job, followed in self._followed.items():
@@ -309,4 +328,9 @@ class Drafter:
         """Return the digest of a job's prompt."""
         if (followed := self._followed.get(job)) is not None:
             return followed.prompt
-        return blake2b(job.request.prompt_ids.tobytes(), digest_size=16).digest()
+        return _digest(job.request.prompt_ids)
+
+
+def _digest(prompt_ids: IntArray) -> bytes:
+    """Return the name of a prompt in the corpus."""
+    return blake2b(prompt_ids.tobytes(), digest_size=16).digest()

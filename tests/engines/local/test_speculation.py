@@ -10,7 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from laminar_py.engines.local.drafts import FASTER, MOST_FINISHED, TRIAL, DraftChoice, Drafter, StepTimes, Texts
+from laminar_py.engines.local.drafts import FASTER, TRIAL, DraftChoice, StepTimes, Texts
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.engine import DraftCounts, GenerateRequest, PauseMode
@@ -249,28 +249,6 @@ def test_a_text_is_found_by_the_longest_run_that_ends_a_response():
     assert texts.rest(1, stop_ids=(3,)).tolist() == [1, 2, 3]
 
 
-def test_old_responses_are_forgotten_and_a_turn_replaces_the_one_before(versions, monkeypatch):
-    monkeypatch.setattr("laminar_py.engines.local.drafts.MOST_TOKENS", 200)
-    drafter = Drafter(make_scheduler(versions[0], drafts=True)._slots)
-    make_job = make_scheduler(versions[0], drafts=False)._make_job
-
-    def keep(rid: str, prompt: int, length: int) -> None:
-        drafter.keep(make_job(0, make_request(rid, prompt=[prompt])), np.arange(length, dtype=np.int32))
-
-    for number in range(40):
-        keep(f"r{number}", number % 2, 5)
-        keep(f"probe{number}", number % 2, 1)
-    assert [len(kept) for kept in drafter._finished.values()] == [MOST_FINISHED] * 2
-    for length in (20, 30):
-        keep("turns", 1, length)
-    (_, kept) = drafter._finished.values()
-    assert (len(kept), len(kept["turns"])) == (MOST_FINISHED, 30)
-    keep("long", 5, 150)
-    found = [len(one) for kept in drafter._finished.values() for one in kept.values()]
-    assert sum(found) == drafter._num_kept <= 200
-    assert 150 in found
-
-
 @pytest.mark.parametrize("drafts_s", [0.5, 2.0])
 def test_the_slower_way_is_tried_now_and_then(monkeypatch, drafts_s):
     monkeypatch.undo()
@@ -296,6 +274,21 @@ def test_an_engine_whose_steps_all_take_as_long_drafts_most_tokens(versions, mon
         run.take()
     counts = scheduler.status().drafts
     assert counts.accepted > 0.8 * sum(map(len, run.tokens.values())) > 600
+
+
+@pytest.mark.parametrize(("near", "temperature", "share"), [(2.0, 1.0, 1.0), (2.0, 0.0, 0.0), (0.0, 1.0, 0.0)])
+def test_verified_tokens_near_a_boundary_are_counted(versions, monkeypatch, near, temperature, share):
+    monkeypatch.setattr("laminar_py.engines.local.sampling.NEAR", near)
+    run = Run(make_scheduler(versions[0], drafts=True))
+    for number in range(3):
+        run.scheduler.add_request(number, make_request(f"r{number}", length=90, temperature=temperature, seed=7))
+        while run.scheduler.has_work:
+            run.scheduler.step()
+        run.take()
+    counts = run.scheduler.status().drafts
+    assert counts.accepted_per_pass > 1
+    assert counts.accepted < counts.verified < 3 * 90
+    assert counts.near == share * counts.verified
 
 
 def test_a_restarted_engine_counts_from_zero():
