@@ -149,7 +149,7 @@ def test_against_a_long_tail_drafts_are_advised_where_they_change_no_token():
     step = mean_step_of(**BOTTLENECKS[Bottleneck.LONG_TAIL])
     drafts = Remedy("rollout.engine.speculation", "none -> ngram", "")
     assert (drafts.key, drafts.change) in [(one.key, one.change) for one in advised(step).remedies]
-    assert what_if_set(step, Bottleneck.LONG_TAIL, drafts) == pytest.approx(10.0 - 7.0 / 3)
+    assert what_if_set(step, Bottleneck.LONG_TAIL, drafts) == pytest.approx(10.0 - 7.0 / 2)
     for other in ("rollout.engine.speculation=ngram", "rollout.engine={kind: sglang}"):
         assert drafts.key not in [one.key for one in advised(step, other).remedies]
 

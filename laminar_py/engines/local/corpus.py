@@ -42,6 +42,10 @@ class Corpus:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def has(self, prompt: bytes) -> bool:
+        """Whether a response to a prompt by its digest is kept."""
+        return prompt in self._by_prompt
+
     def of(self, prompt: bytes) -> list[IntArray]:
         """Return the responses to a prompt by its digest, the oldest first."""
         return [self._kept[rid].ids for rid in self._by_prompt.get(prompt, ())]

@@ -198,6 +198,8 @@ class Scheduler(RequestScheduler[Job]):
         job.prefill, job.version = None, version
         self._slots.state[slot] = State.DECODING
         self._rows = None
+        if self._drafter is not None:
+            self._drafter.follow(job)
 
     def _reserve(self, slots: Indices, positions: Indices, drafts: Drafts | None = None) -> None:
         """Reserve cache for a token of each of `slots [B]`, at `positions [B]`, and for `drafts` behind it."""

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from laminar_py.engines.local.drafts import FASTER, TRIAL, DraftChoice, StepTimes, Texts
+from laminar_py.engines.local.drafts import (
+    FASTER,
+    FIRST,
+    GROWTH,
+    MOST_FASTER,
+    TRIAL,
+    DraftChoice,
+    StepTimes,
+    Texts,
+)
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.engine import DraftCounts, GenerateRequest, PauseMode
@@ -249,16 +258,47 @@ def test_a_text_is_found_by_the_longest_run_that_ends_a_response():
     assert texts.rest(1, stop_ids=(3,)).tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("drafts_s", [0.5, 2.0])
-def test_the_slower_way_is_tried_now_and_then(monkeypatch, drafts_s):
-    monkeypatch.undo()
-    choice, drafted = DraftChoice(), []
-    for _ in range(4000):
+def choose(choice: DraftChoice, drafts_s: float, *, steps: int) -> int:
+    """Number of steps that draft, if a step takes so long with drafts and a second without."""
+    drafted = 0
+    for _ in range(steps):
         tries = choice.advance()
-        drafted.append(tries)
         (choice.drafts if tries else choice.plain).add(1, drafts_s if tries else 1.0)
-    slower = sum(drafted) if drafts_s > 1 else len(drafted) - sum(drafted)
-    assert 2 * TRIAL < slower < 2 * TRIAL + TRIAL * len(drafted) / FASTER
+        drafted += tries
+    return drafted
+
+
+@pytest.mark.parametrize(("drafts_s", "is_clear"), [(0.5, True), (0.9, False), (1.1, False), (2.0, True)])
+def test_the_slower_way_is_tried_now_and_then_and_seldom_if_it_loses_clearly(monkeypatch, drafts_s, is_clear):
+    monkeypatch.undo()
+    steps = 2 * FIRST + sum(FASTER * GROWTH**place + TRIAL for place in range(4)) + 2 * (MOST_FASTER + TRIAL)
+    drafted = choose(DraftChoice(), drafts_s, steps=steps)
+    slower = drafted if drafts_s > 1 else steps - drafted
+    trials = 6 if is_clear else (steps - 2 * FIRST) // (FASTER + TRIAL)
+    assert slower == FIRST + TRIAL * trials
+
+
+def test_drafts_that_begin_to_pay_are_noticed(monkeypatch):
+    monkeypatch.undo()
+    choice = DraftChoice()
+    assert choose(choice, 2.0, steps=20_000) < 20
+    choose(choice, 0.3, steps=MOST_FASTER + 3 * (FASTER + TRIAL))
+    assert choose(choice, 0.3, steps=FASTER) >= FASTER - TRIAL
+
+
+def test_responses_with_earlier_ones_and_responses_without_are_told_apart(versions, monkeypatch):
+    monkeypatch.undo()
+    scheduler = make_scheduler(versions[0], drafts=True)
+    run = Run(scheduler)
+    for number in range(8):
+        scheduler.add_request(number, make_request(f"r{number}", length=30, temperature=1.0, seed=number))
+        while scheduler.has_work:
+            scheduler.step()
+        run.take()
+    choices = scheduler._drafter._choices
+    assert choices[1, False].drafts.steps + choices[1, False].plain.steps < 30
+    assert choices[1, True].drafts.steps > FIRST
+    assert set(scheduler.status().speedups) == {1}
 
 
 def test_an_engine_whose_steps_all_take_as_long_drafts_most_tokens(versions, monkeypatch):
