@@ -39,7 +39,7 @@ def hash_seeds(x: Seeds) -> Seeds:
 
 
 def is_near(edges: FloatArray, uniform: FloatArray) -> BoolArray:
-    """Return for each number in `uniform [B]` whether it lies within `NEAR` of an edge of its token, as `[B]`.
+    """Return which numbers in `uniform [B]` lie within `NEAR` of a boundary to another token, as `[B]`.
 
     A boundary lies between two tokens of positive probability; `edges [B, 3]` are as in `Drawn`.
     """
