@@ -101,7 +101,7 @@ class Followed:
         if self.rest is None:
             return False
         grown = response[self.length :]
-        if len(grown) < len(self.rest) and np.array_equal(grown, self.rest[: len(grown)]):
+        if len(grown) < len(self.rest) and grown.tobytes() == self.rest[: len(grown)].tobytes():
             self.rest, self.length = self.rest[len(grown) :], len(response)
             self.match = min(self.match + len(grown), LONGEST)
             return True
