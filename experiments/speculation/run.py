@@ -23,15 +23,16 @@ from transformers import AutoModelForCausalLM
 
 from laminar_lab.bench.report import Ratio, Row, in_turn, log_line, show
 from laminar_py.config.loading import load_config
-from laminar_py.engines.local.sampling import hash_seeds, uniforms
+from laminar_py.engines.local.corpus import MOST_BYTES
+from laminar_py.engines.local.sampling import NEAR, hash_seeds, uniforms
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.ledger.recovery import known_prompts
-from laminar_py.records.engine import DraftCounts, GenerateRequest, PauseMode, SamplingParams
+from laminar_py.records.engine import DraftCounts, GenerateRequest, PauseMode, SamplingParams, sum_drafts
 from laminar_py.runtime.preflight.inputs import stop_ids
 
 EPOCHS = 2
-NEAR = 1e-5  # of a boundary between two tokens, where rounding may decide
+WARM_UP = 4  # an epoch has as many times the responses of a warm-up
 LAMINAR = Path(sys.executable).with_name("laminar")
 
 
@@ -46,9 +47,14 @@ class Task:
     group_size: int
     max_len: int
 
-    def requests(self, epoch: int, *, most: int) -> list[GenerateRequest]:
-        """Whole groups, at most so many requests; each has a seed of its own, the same in every call."""
+    def requests(self, epoch: int, *, most: int, warm_up: bool = False) -> list[GenerateRequest]:
+        """Whole groups, at most so many requests; each has a seed of its own, the same in every call.
+
+        The requests of a `warm_up` have the last prompts.
+        """
         places = [(place, sample) for place in range(len(self.prompts)) for sample in range(self.group_size)]
+        if warm_up:
+            places.reverse()
         return [
             GenerateRequest(
                 rid=f"{epoch}.{place}.{sample}",
@@ -68,7 +74,9 @@ class Sampled:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[float]] = field(default_factory=dict)
     rates: list[float] = field(default_factory=list)  # tokens per CPU second of the thread
+    seconds: list[float] = field(default_factory=list)  # of the thread
     drafts: DraftCounts = field(default_factory=DraftCounts)
+    corpus_bytes: int = 0  # of the responses to draft from, at most
 
 
 def open_task(run: Path, folder: Path, *, prompts: int) -> Task:
@@ -85,8 +93,10 @@ def open_task(run: Path, folder: Path, *, prompts: int) -> Task:
     )
 
 
-def sample(task: Task, *, slots: int, drafts: bool, most: int, interrupt_every: int = 0) -> Sampled:
-    """Sample all requests, `slots` at a time.
+def sample(
+    task: Task, *, slots: int, drafts: bool, most: int, warm_up: int = 0, interrupt_every: int = 0
+) -> Sampled:
+    """Sample all requests, `slots` at a time, after both epochs of `warm_up` requests that count nowhere.
 
     Every `interrupt_every` steps the same weights come as a new version, in turn with recomputed and kept caches,
     and one request is aborted and continues.
@@ -100,9 +110,13 @@ def sample(task: Task, *, slots: int, drafts: bool, most: int, interrupt_every: 
         drafts=drafts,
     )
     scheduler.load_weights(task.folder, 0)
-    found, steps, version, ticket = Sampled(), 0, 0, 0
-    for epoch in range(EPOCHS):
-        waiting = task.requests(epoch, most=most)[::-1]
+    found, steps, version, ticket, before = Sampled(), 0, 0, 0, DraftCounts()
+    epochs = [task.requests(EPOCHS + epoch, most=warm_up, warm_up=True) for epoch in range(EPOCHS)]
+    epochs += [task.requests(epoch, most=most) for epoch in range(EPOCHS)]
+    for place, requests in enumerate(epochs):
+        if place == EPOCHS:
+            found, before = Sampled(), scheduler.status().drafts
+        waiting = requests[::-1]
         by_ticket: dict[int, GenerateRequest] = {}
         num_tokens, began = 0, time.thread_time()
         while waiting or by_ticket:
@@ -127,8 +141,10 @@ def sample(task: Task, *, slots: int, drafts: bool, most: int, interrupt_every: 
                     if delta.finish_reason == "abort":
                         prefix = np.array(found.tokens[delta.rid], np.int32)
                         waiting.append(msgspec.structs.replace(request, prefix_ids=prefix))
-        found.rates.append(num_tokens / (time.thread_time() - began))
-    found.drafts = scheduler.status().drafts
+        found.seconds.append(time.thread_time() - began)
+        found.rates.append(num_tokens / max(1e-9, found.seconds[-1]))
+        found.corpus_bytes = max(found.corpus_bytes, scheduler.status().corpus_bytes)
+    found.drafts = scheduler.status().drafts.since(before)
     return found
 
 
@@ -182,6 +198,8 @@ def identity(task: Task, *, most: int) -> list[Row]:
             for a, b in zip(values[: places.get(rid)], plain.logprobs[rid], strict=False)
         ]
         words = f"{len(found.tokens)} responses, {compared} tokens; {sum(near)} of the first differences excused"
+        if counts := found.drafts.verified:
+            words = f"{words}; {found.drafts.near} of {counts:,} verified tokens are near a boundary"
         rows.append(Row(f"{task.name}: {name}: first differences", float(len(differ)), "responses", words))
         rows.append(
             Row(f"{task.name}: {name}: largest gap of log-probabilities", 1e6 * max(gaps), "1e-6 nats", words)
@@ -190,27 +208,33 @@ def identity(task: Task, *, most: int) -> list[Row]:
 
 
 def speed(task: Task, *, slots: int, rounds: int, most: int) -> list[Row]:
-    """Rates of both ways by epoch, with so many sequences at a time."""
-    epochs: dict[str, list[list[float]]] = {"drafts": [], "plain": []}
-    drafts = DraftCounts()
+    """Rates of both ways by epoch, with so many sequences at a time, after a warm-up with other prompts."""
+    most = min(most, len(task.prompts) * task.group_size * WARM_UP // (WARM_UP + 1))
+    epochs: dict[str, list[Sampled]] = {"drafts": [], "plain": []}
 
     def side(name: str, _: int) -> float:
-        nonlocal drafts
-        found = sample(task, slots=slots, drafts=name == "drafts", most=most)
-        epochs[name].append(found.rates)
-        drafts = drafts.plus(found.drafts)
+        found = sample(task, slots=slots, drafts=name == "drafts", most=most, warm_up=most // WARM_UP)
+        epochs[name].append(found)
         return found.rates[-1]
 
-    in_turn({name: partial(side, name) for name in epochs}, rounds=rounds, warm=1)
+    in_turn({name: partial(side, name) for name in epochs}, rounds=rounds)
+    drafts = sum_drafts(found.drafts for found in epochs["drafts"])
     rows = []
     for epoch in range(EPOCHS):
-        with_drafts, plain = ([rates[epoch] for rates in epochs[name][1:]] for name in ("drafts", "plain"))
+        with_drafts, plain = ([found.rates[epoch] for found in epochs[name]] for name in ("drafts", "plain"))
+        seconds = min(found.seconds[epoch] for found in epochs["plain"])
         words = (
-            f"{most} responses, epoch {epoch + 1}; {median(with_drafts):,.0f} and {median(plain):,.0f} tokens per"
-            f" CPU second; {drafts.accepted:,} of {drafts.drafted:,} drafted tokens accepted in all rounds"
+            f"{most} responses, epoch {epoch + 1}, {seconds:.1f} CPU seconds without drafts;"
+            f" {median(with_drafts):,.0f} and {median(plain):,.0f} tokens per"
+            f" CPU second; {drafts.accepted:,} of {drafts.drafted:,} drafted tokens accepted in all rounds,"
+            f" {drafts.accepted_per_pass:.2f} in a pass of a sequence; {drafts.near} of {drafts.verified:,}"
+            f" verified tokens within {NEAR:g} of another"
         )
         name = f"{task.name}: speculation_speedup c{slots} epoch {epoch + 1}"
         rows.append(Ratio.between(with_drafts, plain).row(name, words))
+    words = f"responses to draft from, at most; the bound is {MOST_BYTES / 2**20:.0f} MiB"
+    corpus_bytes = max(found.corpus_bytes for found in epochs["drafts"])
+    rows.append(Row(f"{task.name}: corpus c{slots}", corpus_bytes / 2**20, "MiB", words))
     return rows
 
 
@@ -221,7 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--identity", type=int, default=0, help="compare so many responses of each epoch")
     parser.add_argument("--slots", type=int, nargs="*", default=[1, 4, 16, 64])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--responses", type=int, default=256, help="of each epoch at 16 sequences and more")
+    help_text = "of each epoch at 64 sequences; half as many at 16, a quarter at 4, an eighth at 1"
+    parser.add_argument("--responses", type=int, default=4096, help=help_text)
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
@@ -235,9 +260,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if options.identity:
                     rows += identity(task, most=options.identity)
                 for slots in options.slots:
-                    most = options.responses if slots > 4 else options.responses // 4
+                    most = round(options.responses * slots**0.5 / 8)
                     rows += speed(task, slots=slots, rounds=options.rounds, most=most)
-                    log_line("\n".join(f"{row.name} {row.value:.3f}" for row in rows[-EPOCHS:]))
+                    log_line("\n".join(f"{row.name} {row.value:.3f}" for row in rows[-EPOCHS - 1 :]))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     rows.append(Row("peak memory", peak, "GiB", "of this process, with both engines"))
     show("speculation", rows, as_json=options.json)

@@ -17,6 +17,7 @@ MOST_GAIN = 100  # above it the number says nothing
 WORTH_MENTIONING = 0.05  # share that a bound on staleness costs, below which the bound fits
 SPARSE = 0.5  # share of groups without any success above which sparse rewards may be the bottleneck
 LEAST_S = 0.005  # of a stage, below which a line leaves the stage out
+FEW_ACCEPTED = 0.2  # of the drafted tokens, below which drafts hardly pay for their passes
 NO_STEP = "no learner step was completed, so what limits the run is unknown"
 
 
@@ -240,9 +241,25 @@ def describe_diagnosis(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         use = step.use
         engines = f"{use.slots:.0%} of the engines' slots, {use.kv:.0%} of their KV caches"
         yield "in use", f"{engines}, {use.cpu:.0%} of {use.cores} cores" if use.cores else engines
+    if step.drafts.drafted:
+        yield "drafts", _describe_drafts(step)
     why = "cluster.share=true" if step.in_turns else f"schedule={step.schedule}"
     stages = f"its stages, {HOW[step.schedule]} ({why}): {_describe_stages(step)}"
     yield "a step", f"takes {step.measured_s:.2f} s; {stages}"
+
+
+def _describe_drafts(step: MeanStep) -> str:
+    """Return how well drafts did in one line, with the remedy if they are useless."""
+    counts = step.drafts
+    share = counts.accepted / counts.drafted
+    words = (
+        f"{share:.0%} of the drafted tokens are accepted, {counts.accepted_per_pass:.2f} in a pass of a sequence"
+    )
+    if step.speedups:
+        sizes = ", ".join(f"{speedup:.2f} x with {size}" for size, speedup in step.speedups.items())
+        words = f"{words}; engines are faster by {sizes} sequences at a time"
+    useless = "useless here: set rollout.engine.speculation=none"
+    return f"{words}; {useless}" if share < FEW_ACCEPTED else words
 
 
 def _describe_bound(max_staleness: int | None, *, idle: float, step: MeanStep) -> str:

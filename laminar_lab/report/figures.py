@@ -9,7 +9,7 @@ from laminar_lab.report.gains import describe_main_term, warn_of_bonus
 from laminar_lab.report.kit import Card
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.tails import Distribution, Measure, format_seconds
-from laminar_py.records.engine import DraftCounts
+from laminar_py.records.engine import DraftCounts, sum_drafts
 from laminar_py.records.events import Alarmed, Leased, RunStarted, SettingChanged, VersionLoaded
 from laminar_py.records.host import counted
 from laminar_py.records.trajectory import Status
@@ -64,10 +64,7 @@ def _note_replays(report: RunReport) -> str:
 
 def _drafts(report: RunReport) -> DraftCounts:
     """Return the drafts of all steps."""
-    counts = DraftCounts()
-    for row in report.snapshot.samples.steps:
-        counts = counts.plus(row.drafts)
-    return counts
+    return sum_drafts(row.drafts for row in report.snapshot.samples.steps)
 
 
 def _note_drafts(report: RunReport) -> str:
@@ -78,7 +75,9 @@ def _note_drafts(report: RunReport) -> str:
         ("earlier responses", counts.accepted_earlier),
     ]
     origins = ", ".join(f"{accepted / max(1, counts.accepted):.0%} from {kind}" for kind, accepted in kinds)
-    return f"of {counts.drafted:,} drafted tokens: {origins}" if counts.drafted else ""
+    passes = f"{counts.accepted_per_pass:.2f} in a pass of a sequence"
+    near = f"{counts.near:,} of {counts.verified:,} verified tokens within rounding of another"
+    return f"of {counts.drafted:,} drafted tokens: {origins}; {passes}; {near}" if counts.drafted else ""
 
 
 def _note_turns(report: RunReport) -> str:

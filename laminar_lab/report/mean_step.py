@@ -6,7 +6,7 @@ The diagnosis judges the mean step. `compose` is the one formula of a step's sec
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -17,6 +17,7 @@ from laminar_lab.report.trajectories import Ints, Times, Trajectories
 from laminar_py.config.rollout import Schedule
 from laminar_py.config.run import RunConfig
 from laminar_py.records.codec import BoolArray
+from laminar_py.records.engine import DraftCounts, sum_drafts
 from laminar_py.records.metrics import FleetRow, StepRow
 from laminar_py.records.trajectory import DropReason
 
@@ -140,6 +141,11 @@ class StageTimes:
             return replace(self, weights_s=0.0, learner_s=self.learner_s - self.stall_s, stall_s=0.0)
         return replace(self, **{f"{stage}_s": 0.0})
 
+    def with_faster_tail(self, factor: float) -> "StageTimes":
+        """Return the times as if replicas generated `factor` times as fast while they have few trajectories."""
+        saved = self.tail_s - self.tail_s / factor
+        return replace(self, generation_s=self.generation_s - saved, tail_s=self.tail_s - saved)
+
     def without_tail(self) -> "StageTimes":
         """Return the times as if replicas were full until they end: generation without its tail."""
         return replace(self, generation_s=self.generation_s - self.tail_s, tail_s=0.0)
@@ -209,6 +215,8 @@ class MeanStep:
     use: Use | None  # None: no sample of the fleet counts
     cpu_s: float  # work of a step on all cores, which more processes do not shorten; 0: unknown
     age: Age
+    drafts: DraftCounts = field(default_factory=DraftCounts)  # of the counted steps
+    speedups: dict[int, float] = field(default_factory=dict)  # by drafts, in the last step; as in `EngineStatus`
 
     @property
     def cores_full(self) -> bool:
@@ -260,6 +268,8 @@ def mean_step(
         use=use,
         cpu_s=_cpu_s(config, use, times, mean(pipeline.measured_s)),
         age=measure_age(samples.steps),
+        drafts=sum_drafts(row.drafts for row in samples.steps),
+        speedups=samples.steps[-1].draft_speedups if samples.steps else {},
     )
 
 

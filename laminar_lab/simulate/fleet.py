@@ -31,6 +31,7 @@ from laminar_py.control import DISPATCH_S, Throttle, TrajectoryScheduler
 from laminar_py.ledger.segments import Payload, RecordedProgress, Salvaged, continuations, salvaged
 from laminar_py.observe import Stats
 from laminar_py.records import GenerateRequest, PauseMode
+from laminar_py.records.engine import EarlierText
 from laminar_py.records.events import PartCrashed, PartStarted
 from laminar_py.records.host import Clock
 from laminar_py.records.pieces import COUNTED, Piece, TokensRef
@@ -71,6 +72,10 @@ class CountedTokens:
         """Return the journal's unreported tokens of running trajectories, after a crash."""
         pieces = (piece for noted in self._journal.values() for piece in noted)
         return [salvaged(piece, COUNTED) for piece in continuations(pieces, running)]
+
+    async def read_earlier(self, assignment: Assignment) -> tuple[EarlierText, ...]:
+        """Return none: an emulated engine makes no drafts."""
+        return ()
 
     async def read(self, assignment: Assignment) -> Payload:
         """Return the tokens from which an assignment continues."""

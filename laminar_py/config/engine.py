@@ -63,6 +63,11 @@ class EngineConfig(Section):
     `sglang`: the server's own n-gram drafts, on CUDA only and without `rollout.record`; not measured."""
 
     @property
+    def drafts_exactly(self) -> bool:
+        """Whether `speculation` is known to change no token but for rounding, so that advice may name it."""
+        return self.kind == "local"
+
+    @property
     def gpus(self) -> int:
         """GPUs that one engine needs."""
         return 0

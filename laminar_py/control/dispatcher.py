@@ -117,8 +117,11 @@ class Dispatcher:
         self._state.record(trajectory.assigned(replica))
         self._state.views.send(replica, trajectory.id, pin=pin)
         has_environment = self._state.settings.has_environment
-        sampling = self._state.sampling(trajectory)
-        out.setdefault(replica, []).append(trajectory.assignment(sampling, pin, with_problem=has_environment))
+        item = trajectory.assignment(self._state.sampling(trajectory), pin, with_problem=has_environment)
+        if not trajectory.sample_index and not item.tokens:  # one member brings them for its group
+            earlier = self._state.earlier.for_replica(replica, trajectory.prompt.id)
+            item = msgspec.structs.replace(item, earlier=earlier) if earlier else item
+        out.setdefault(replica, []).append(item)
 
     def _expect_more(self, out: dict[int, list[Assignment]]) -> None:
         """Let replicas keep the version of a pass that runs beside training while further members of it wait.

@@ -184,6 +184,8 @@ class Incoming:
         elif progress.finish_reason is FinishReason.LENGTH:
             state.record(Cut(trajectory.id, Cap.TOKENS, state.sampling(trajectory).max_new_tokens))
         state.record(trajectory.finished(progress))
+        if state.settings.sends_earlier:
+            state.earlier.add(trajectory)
         self._failures.finished()
         group = state.groups.get(trajectory.group_id)
         if group is not None and trajectory.trains:

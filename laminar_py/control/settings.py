@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from laminar_py.config.algorithm import Truncated
+from laminar_py.config.engine import Speculation
 from laminar_py.config.replay import ReplayConfig
 from laminar_py.config.rollout import OnNewWeights, Schedule, StalePolicy, WithoutSignal
 from laminar_py.config.run import RunConfig
@@ -123,11 +124,12 @@ class ControlSettings:
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     replayed_groups: int = 0  # of a step, at most
     scored_columns: tuple[Column, ...] = ()  # that the loss needs of each response
+    sends_earlier: bool = False  # replicas get references to earlier responses of a prompt, to draft from
 
 
 def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> ControlSettings:
     """Return the scheduler's settings from a run's config; `stop_ids` are the token ids that end a response."""
-    rollout, staleness = config.rollout, config.staleness
+    rollout, staleness, engine = config.rollout, config.staleness, config.rollout.engine
     sampling = rollout.sampling.params(stop_ids=stop_ids)
     without_signal = WithoutSignal.TRAIN if config.algorithm.trains_on_all_groups else rollout.without_signal
     return ControlSettings(
@@ -164,6 +166,7 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
         replay=config.buffer.replay,
         replayed_groups=rollout.prompts_per_step - config.fresh_groups,
         scored_columns=config.algorithm.scored_columns,
+        sends_earlier=engine.drafts_exactly and engine.speculation is Speculation.NGRAM,
     )
 
 

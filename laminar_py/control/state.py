@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from laminar_py.config.rollout import WithoutSignal
+from laminar_py.control.earlier import EarlierResponses
 from laminar_py.control.groups import Group
 from laminar_py.control.moves import Moves
 from laminar_py.control.settings import ControlSettings
@@ -84,6 +85,7 @@ class ControlState:
         self.before_rl = True  # no group was issued by this controller, so no newer version comes
         self.newest_version = -1  # published by the learner
         self.ages = WeightAges()  # of weight versions; defines staleness
+        self.earlier = EarlierResponses()  # filled if `settings.sends_earlier`
         self.refilled = list[float]()  # under `refill`: a reward of each group without signal since the last step
         self.rewards = (math.inf, -math.inf)  # the worst and the best so far
         self.next_prompt = 0  # place in the stream

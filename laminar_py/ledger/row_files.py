@@ -62,7 +62,7 @@ def read_rows(path: Path, kind: type[Row]) -> Iterator[Row]:
     with path.open("rb") as file:
         for place, line in enumerate(file, 1):
             try:
-                yield msgspec.convert(_with_nan(msgspec.json.decode(line)), kind)
+                yield msgspec.convert(_with_nan(msgspec.json.decode(line)), kind, str_keys=True)
             except msgspec.ValidationError as error:
                 raise ConfigError(f"{path}: line {place}: {error}; use the release that wrote it") from error
             except (msgspec.DecodeError, UnicodeDecodeError):

@@ -37,6 +37,7 @@ class ReplicaActivity:
     kv_used: int = 0  # tokens in its KV cache
     kv_capacity: int = 1  # tokens
     drafts: DraftCounts = field(default_factory=DraftCounts)  # of its engine since it started
+    speedups: dict[int, float] = field(default_factory=dict)  # as in `EngineStatus`
     seen_s: float = 0.0  # when the report came
 
     @property
@@ -139,7 +140,7 @@ class Stats:
         activity.version, activity.running, activity.waiting = status.version, status.running, status.waiting
         activity.kv_used, activity.kv_capacity = status.kv_used, status.kv_capacity
         self._drafts = self._drafts.plus(status.drafts.since(activity.drafts))
-        activity.drafts = status.drafts
+        activity.drafts, activity.speedups = status.drafts, status.speedups
         self.next_report.set()
 
     def add_score(self, reward: float, terms: Sequence[TermValue], length: int, *, cut: bool) -> None:
@@ -220,6 +221,7 @@ class Stats:
             by_staleness=learned.by_staleness,
             critic=learned.critic,
             drafts=self._drafts,
+            draft_speedups=self.draft_speedups,
             **(closed | self._reward_figures() | learned.mismatch.figures | learned.tokens.figures),
         )
         return self._record_row(row)
@@ -313,6 +315,13 @@ class Stats:
     def kv_use(self) -> float:
         """Mean share of the replicas' KV caches in use over the RL phase."""
         return self.totals.kv_s / self.rl_s if self.rl_s else 0.0
+
+    @property
+    def draft_speedups(self) -> dict[int, float]:
+        """Mean over replicas of the speed-up by drafts, by the sequences of a step as in `EngineStatus`."""
+        found = [replica.speedups for replica in self.replicas.values()]
+        sizes = sorted(set[int]().union(*found))
+        return {size: round(_mean([one[size] for one in found if size in one]), 3) for size in sizes}
 
     @property
     def learner_waiting_share(self) -> float:

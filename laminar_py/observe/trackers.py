@@ -48,6 +48,7 @@ def flat_row(row: StepRow) -> dict[str, float]:
     terms = short_terms(rest.pop("reward_terms"))
     groups = {name: rest.pop(name) for name in ("order", "turns", "replay", "drafts")} | {"reward": terms}
     groups["critic"] = rest.pop("critic") or {}
+    groups["drafts"] |= {f"speedup_{size}": value for size, value in rest.pop("draft_speedups").items()}
     flat = _numbers({"run": rest, "tokens": tokens, **groups, **ages})
     wrong = row.not_finite
     return {

@@ -3,8 +3,9 @@
 A replica calls an engine. `tests/engines/engine_conformance.py` tests the behaviour that all engines share.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from enum import StrEnum
+from functools import reduce
 from pathlib import Path
 from typing import Protocol, Self, runtime_checkable
 
@@ -60,6 +61,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
+class EarlierText(msgspec.Struct, frozen=True):
+    """A finished response to the prompt of a request, e.g. `EarlierText("g3.1", ids, 7)`."""
+
+    rid: str  # its request
+    ids: IntArray  # [L]
+    version: int  # weights that sampled its last token
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Request to continue `prompt_ids + prefix_ids`, e.g. of "g3.1" after an abort at token 41:
 
@@ -73,6 +82,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     routed: int = 0  # leading positions whose experts are recorded already
     has_turns: bool = False  # a request with this `rid` and a longer prefix may follow: keep the KV cache
+    earlier: tuple[EarlierText, ...] = ()  # that an engine with drafts may not know, the oldest first
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,8 +107,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 class DraftCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Draft tokens of speculation, and the accepted ones among them, by the text that they are from.
 
-    E.g. `DraftCounts(drafted_earlier=120, accepted_earlier=96)`. Each response has texts of three kinds: itself,
-    other responses to its prompt that are under way, and finished ones.
+    E.g. `DraftCounts(drafted_earlier=120, accepted_earlier=96, verified=104)`. Each response has texts of three
+    kinds: itself, other responses to its prompt that are under way, and finished ones.
     """
 
     drafted_own: int = 0
@@ -107,6 +117,8 @@ class DraftCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     accepted_own: int = 0
     accepted_sibling: int = 0
     accepted_earlier: int = 0
+    verified: int = 0  # tokens that passes over drafts sampled, accepted ones among them
+    near: int = 0  # verified tokens whose random number lies within rounding (1e-5) of another token
 
     @property
     def drafted(self) -> int:
@@ -118,6 +130,12 @@ class DraftCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         """Accepted tokens of all kinds."""
         return self.accepted_own + self.accepted_sibling + self.accepted_earlier
 
+    @property
+    def accepted_per_pass(self) -> float:
+        """Accepted tokens of a sequence in a pass over drafts, e.g. 1.5 if a pass gives 2.5 tokens; else 0."""
+        passes = self.verified - self.accepted
+        return self.accepted / passes if passes > 0 else 0.0
+
     def plus(self, other: Self) -> Self:
         """Return the sums of both counts."""
         pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
@@ -128,6 +146,11 @@ class DraftCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(before), strict=True)
         grown = [one - two for one, two in pairs]
         return self if min(grown) < 0 else type(self)(**dict(zip(self.__struct_fields__, grown, strict=True)))
+
+
+def sum_drafts(counts: Iterable[DraftCounts]) -> DraftCounts:
+    """Return the sums of all counts."""
+    return reduce(DraftCounts.plus, counts, DraftCounts())
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +165,12 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     kv_capacity: int  # tokens
     version: int  # -1 before the first load
     drafts: DraftCounts = DraftCounts()  # since the engine started
+    speedups: dict[int, float] = {}
+    """Rate with drafts over the rate without, in CPU seconds of the last steps, by the sequences of a step.
+
+    The key 4 stands for 4 to 7 sequences. Sizes are left out until both ways were tried.
+    """
+    corpus_bytes: int = 0  # memory of the finished responses that drafts come from
 
 
 class InferenceEngine(Protocol):

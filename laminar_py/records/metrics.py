@@ -202,6 +202,7 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
     critic: CriticFigures | None = None  # None: the algorithm has none
     replay: ReplayFigures = ReplayFigures()
     drafts: DraftCounts = DraftCounts()  # since the last step
+    draft_speedups: dict[int, float] = {}  # mean over replicas, by sequences as in `EngineStatus`
 
     @property
     def trained(self) -> bool:

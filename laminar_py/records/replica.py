@@ -14,6 +14,14 @@ from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, InterruptReason, Kind
 
 
+class EarlierResponse(msgspec.Struct, frozen=True, array_like=True):
+    """A response to the prompt of an assignment, e.g. `EarlierResponse("g3.1", 7, (TokensRef(0, 41, at),))`."""
+
+    trajectory_id: str
+    version: int  # weights that sampled its last token
+    tokens: tuple[TokensRef, ...]  # end to end
+
+
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """Command to a replica to generate a trajectory, e.g. "g3.1" on its second replica, from token 41 on:
 
@@ -31,6 +39,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     used_s: float = 0.0  # seconds of generation on earlier replicas
     more_to_come: bool = False  # the replica keeps its version, since its evaluation pass has more trajectories
     problem: Problem | None = None  # input of the environment; None: the trajectory has no environment
+    earlier: tuple[EarlierResponse, ...] = ()  # of other replicas, the oldest first; the engine drafts from them
 
     @property
     def length(self) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.credit import RoleCredit
-from laminar_py.records.engine import Delta, GenerateRequest
+from laminar_py.records.engine import Delta, EarlierText, GenerateRequest
 from laminar_py.records.environment import ModelTurn
 from laminar_py.records.pieces import (
     Piece,
@@ -104,6 +104,7 @@ class RunningTrajectory:
     routed: int  # leading positions whose experts are recorded
     prefix: IntArray | None = None  # [reported] tokens; None until they are read from storage
     prefix_spans: tuple[Span, ...] = ()
+    earlier: tuple[EarlierText, ...] | None = ()  # for its next request; None until they are read from storage
     prefix_logprobs: FloatArray = field(default_factory=lambda: _NO_LOGPROBS)  # [reported]
     ids: list[IntArray] = field(default_factory=list)
     logprobs: list[FloatArray] = field(default_factory=list)
@@ -145,6 +146,7 @@ class RunningTrajectory:
         if turn_end is not None and turn_end < sampling.max_new_tokens:
             sampling = msgspec.structs.replace(sampling, max_new_tokens=turn_end)
         self.stream = self.length
+        earlier, self.earlier = self.earlier or (), ()
         whole = GenerateRequest(
             rid=item.trajectory_id,
             group_id=item.group_id,
@@ -153,6 +155,7 @@ class RunningTrajectory:
             sampling=sampling,
             routed=self.routed,
             has_turns=item.problem is not None,
+            earlier=earlier,
         )
         return in_context(whole, self.all_spans) if self._is_tree else whole
 
@@ -409,6 +412,7 @@ def begin(assignment: Assignment, now: float) -> RunningTrajectory:
         assignment=assignment,
         submitted_s=now,
         prefix=None if length else _NO_IDS,
+        earlier=None if assignment.earlier else (),
         length=length,
         stream=length,
         routed=assignment.routed,

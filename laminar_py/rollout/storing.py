@@ -15,9 +15,9 @@ from typing import Protocol
 from laminar_py.ledger.segments.payload import Payload
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.writer import LEAST_FREE, Journal, SegmentWriter, make_folder, tokens_ref
-from laminar_py.records.engine import StoreFullError
+from laminar_py.records.engine import EarlierText, StoreFullError
 from laminar_py.records.pieces import PayloadLostError, Piece, TokensRef
-from laminar_py.records.replica import Assignment
+from laminar_py.records.replica import Assignment, EarlierResponse
 
 SYNC_S = 5.0  # between syncs to disk, against a loss of power
 
@@ -39,6 +39,10 @@ class ResponseStore(Protocol):
 
     async def read(self, assignment: Assignment) -> Payload:
         """Read the response so far, which an assignment continues. Raises `PayloadLostError`."""
+        ...
+
+    async def read_earlier(self, assignment: Assignment) -> tuple[EarlierText, ...]:
+        """Read the earlier responses that an assignment names, as far as they can be read at once."""
         ...
 
     async def synced(self) -> None:
@@ -85,6 +89,10 @@ class SegmentStore:
         """Read the response so far, which an assignment continues. Raises `PayloadLostError`."""
         return await asyncio.to_thread(self._read, assignment)
 
+    async def read_earlier(self, assignment: Assignment) -> tuple[EarlierText, ...]:
+        """Read the earlier responses that an assignment names, as far as they can be read at once."""
+        return await asyncio.to_thread(self._read_earlier, assignment.earlier)
+
     async def synced(self) -> None:
         """Return when every host of the run can read all written pieces."""
         with self._writing():
@@ -107,6 +115,15 @@ class SegmentStore:
                 f"{len(response.ids)} tokens of {assignment.length} are in segments {segments or 'none'}"
             )
         return response
+
+    def _read_earlier(self, earlier: Sequence[EarlierResponse]) -> tuple[EarlierText, ...]:
+        """Read these responses, and leave out lost ones."""
+        loaded = self._reader.load((ref.at for one in earlier for ref in one.tokens), waits=False)
+        found: list[EarlierText] = []
+        for one in earlier:
+            with contextlib.suppress(PayloadLostError):
+                found.append(EarlierText(one.trajectory_id, loaded.response(one.tokens).ids, one.version))
+        return tuple(found)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

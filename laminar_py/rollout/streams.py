@@ -222,7 +222,8 @@ class Streams:
     def _spawn(self, running: RunningTrajectory) -> None:
         """Bring a trajectory into the engine: at once if it is free to enter a `PushEngine`, else by a task."""
         item, running.state = running.assignment, StreamState.OUTSIDE
-        is_free = running.prefix is not None and item.problem is None and self.serving.is_set()
+        is_read = running.prefix is not None and running.earlier is not None
+        is_free = is_read and item.problem is None and self.serving.is_set()
         if self._pushing is None or not is_free:
             running.task = self._tasks.create_task(self._generate(running), name=item.trajectory_id)
             return
@@ -233,9 +234,11 @@ class Streams:
                 self._break_off(running, error)
 
     async def _generate(self, running: RunningTrajectory) -> None:
-        """Read a trajectory's prefix, ask its environment if it acts next, await weights, and run its stream."""
+        """Read a trajectory's stored texts, ask its environment if it acts next, await weights, run its stream."""
         if running.prefix is None and not await self._read_prefix(running):
             return
+        if running.earlier is None:
+            running.earlier = await self._store.read_earlier(running.assignment)
         try:
             if running.awaits_environment(self._decode) and not await self._ask_environment(running):
                 return

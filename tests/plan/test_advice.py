@@ -172,6 +172,15 @@ def test_the_first_remedy_is_a_key_of_the_config(bottleneck, overrides, key):
     assert advised(mean_step_of(**BOTTLENECKS[bottleneck]), *overrides).remedies[0].key == key
 
 
+def test_against_a_long_tail_drafts_are_advised_where_they_change_no_token():
+    step = mean_step_of(**BOTTLENECKS[Bottleneck.LONG_TAIL])
+    drafts = Remedy("rollout.engine.speculation", "none -> ngram", "")
+    assert (drafts.key, drafts.change) in [(one.key, one.change) for one in advised(step).remedies]
+    assert what_if_set(step, Bottleneck.LONG_TAIL, drafts) == pytest.approx(10.0 - 7.0 / 2)
+    for other in ("rollout.engine.speculation=ngram", "rollout.engine={kind: sglang}"):
+        assert drafts.key not in [one.key for one in advised(step, other).remedies]
+
+
 def test_on_full_cores_more_replicas_promise_at_most_a_tenth_and_the_cores_are_the_bottleneck():
     idle = mean_step_of(generation_s=9.9)
     assert 10.0 / what_if(idle, StepStage.GENERATION) > 1.5

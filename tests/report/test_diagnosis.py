@@ -17,6 +17,7 @@ from laminar_lab.report.mean_step import (
 )
 from laminar_py.config.loading import load_config
 from laminar_py.config.rollout import Schedule
+from laminar_py.records.engine import DraftCounts
 from tests.report.scripted import CONFIG, WITH_ENVIRONMENT
 
 
@@ -116,6 +117,25 @@ def test_a_run_whose_trajectories_wait_for_environments_is_told_so():
     )
     assert "generation 2.00 s, environment 7.80 s" in told["a step"]
     assert told["without it"].startswith("at most 4.55 x the goodput")
+
+
+def test_drafts_that_are_hardly_ever_accepted_are_called_useless():
+    step = mean_step_of(generation_s=9.8)
+    assert "drafts" not in dict(describe_diagnosis(diagnosis(step)))
+    few = replace(step, drafts=DraftCounts(drafted_sibling=100, accepted_sibling=10, verified=110))
+    assert dict(describe_diagnosis(diagnosis(few)))["drafts"] == (
+        "10% of the drafted tokens are accepted, 0.10 in a pass of a sequence; useless here: set"
+        " rollout.engine.speculation=none"
+    )
+    many = replace(
+        step,
+        drafts=DraftCounts(drafted_own=100, accepted_own=80, verified=120),
+        speedups={1: 2.5, 4: 1.25},
+    )
+    assert dict(describe_diagnosis(diagnosis(many)))["drafts"] == (
+        "80% of the drafted tokens are accepted, 2.00 in a pass of a sequence; engines are faster by 2.50 x with"
+        " 1, 1.25 x with 4 sequences at a time"
+    )
 
 
 def test_what_is_dropped_as_stale_counts_for_freshness():

@@ -116,10 +116,18 @@ class Read:
 
 @asynccontextmanager
 async def serving(
-    folders, *, policy=OnNewWeights.DRAIN, batch=4, max_len=4096, is_read=False, reports_partials=True, **options
+    folders,
+    *,
+    policy=OnNewWeights.DRAIN,
+    batch=4,
+    max_len=4096,
+    is_read=False,
+    reports_partials=True,
+    drafts=False,
+    **options,
 ):
     """A replica that reports partial responses in place of writing them to its journal."""
-    engine = LocalEngine(folders[0], max_batch=8, max_len=max_len, kv_capacity=8 * max_len)
+    engine = LocalEngine(folders[0], max_batch=8, max_len=max_len, kv_capacity=8 * max_len, drafts=drafts)
     await engine.start()
     weights = Folders(folders)
     segments, label = folders[0].parent / "segments", f"replica-0-1-{next(STARTS)}"

@@ -17,8 +17,10 @@ from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.observe.live import View
 from laminar_py.observe.stats import Stats, Totals, read_totals
 from laminar_py.observe.trackers import flat_row
+from laminar_py.records.engine import DraftCounts, EngineStatus
 from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import Mismatch, TurnFigures
+from laminar_py.records.replica import ReplicaReport
 from laminar_py.records.scoring import GroupRewards, TermValue
 from tests.telemetry.rows import make_rows
 
@@ -66,6 +68,30 @@ def test_a_step_that_trained_nothing_has_null_in_place_of_figures_and_trackers_g
     assert not any(math.isnan(value) for value in told.values())
     assert not {f"run/{name}" for name in NOTHING} & set(told)
     assert "tokens/entropy" not in told
+
+
+def test_a_row_has_the_drafts_of_all_replicas_and_their_mean_speed_up(tmp_path):
+    stats = Stats(SystemClock(), replicas=2, totals=Totals())
+    for replica, speedups in enumerate(({1: 2.0, 4: 1.5}, {1: 3.0})):
+        status = EngineStatus(
+            running=0,
+            waiting=0,
+            kv_used=0,
+            kv_capacity=1,
+            version=0,
+            drafts=DraftCounts(drafted_own=9, accepted_own=6, verified=8, near=1),
+            speedups=speedups,
+        )
+        stats.on_report(ReplicaReport(replica=replica, status=status, admissible=0, received=0))
+    facts = {"version": 1, "batch": [], "staleness": [], "generated_tokens": 0, "versions_alive": 1}
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        append_row(file, stats.step_row(step=1, metrics=None, stall_s=0.0, **facts))
+    (row,) = read_samples(tmp_path).steps
+    assert row.drafts == DraftCounts(drafted_own=18, accepted_own=12, verified=16, near=2)
+    assert row.drafts.accepted_per_pass == 3.0
+    assert row.draft_speedups == {1: 2.5, 4: 1.5}
+    told = flat_row(row)
+    assert (told["drafts/near"], told["drafts/speedup_1"], told["drafts/speedup_4"]) == (2, 2.5, 1.5)
 
 
 def test_a_mismatch_without_fresh_tokens_is_unknown_and_no_fault():

@@ -4,13 +4,13 @@ Speculation changes no token. A token depends on the logits and on a number that
 (`sampling`), so a forward over a draft draws the tokens that single steps would draw, up to rounding of the logits
 (`tests/engines/local/test_speculation.py`). The scheduler keeps the tokens up to the first that the draft lacks.
 
-    choose -> propose -> a forward over the drafts -> record_accepted -> record_step ... -> keep, forget
+    follow -> choose -> propose -> a forward over the drafts -> record_accepted -> record_step ... -> keep, forget
 
 Texts of a prompt are its responses under way, and its last finished ones, whatever weights sampled them. A draft
 continues the text in which the last tokens of the response occur, the longest run first.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -20,23 +20,22 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.engines.local.attention import Drafts
+from laminar_py.engines.local.corpus import Corpus
 from laminar_py.engines.local.kv import Indices
 from laminar_py.engines.local.prefill import Job
 from laminar_py.engines.local.slots import Slots
 from laminar_py.records.codec import IntArray
-from laminar_py.records.engine import DraftCounts
+from laminar_py.records.engine import DraftCounts, GenerateRequest
 
 MOST_DRAFT = 15  # tokens of a sequence; so it grows by less than a block of the KV cache in one step
 MOST_FED = 256  # tokens of one step, whose logits are all in memory
 FIRST_DRAFT = 3  # tokens, until steps of two sizes have been measured
 SHORTEST, LONGEST = 2, 8  # tokens that a text has in common with a response when a draft continues it
-PATIENCE = 4  # tokens after which a response without such a text looks again
-MOST_TOKENS = 2**20  # of finished responses that are kept
-MOST_FINISHED = 16  # responses that are kept of one prompt
-LEAST_FINISHED = 4  # tokens of a response that is kept; the run's probes have one
+PATIENCE, MOST_PATIENCE = 4, 32  # tokens until a response without such a text looks again; they double each time
 MEMORY = 32  # steps over which times and rates are averaged
-TRIAL = 4  # steps of the slower way, drafts or none, after `FASTER` steps of the other; twice as many at first
-FASTER, MOST_FASTER = 128, 1024  # the number doubles while drafts lose by `CLEARLY`
+FIRST = 4  # steps of each way, drafts or none, before they are compared
+TRIAL = 2  # steps of the slower way, after `FASTER` steps of the other
+FASTER, MOST_FASTER, GROWTH = 64, 4096, 4  # the number grows while the slower way loses by `CLEARLY`
 CLEARLY = 0.8
 WARM_UP = 3  # first steps of each way, which compile it
 _START = -1  # stands before each text
@@ -89,7 +88,9 @@ class Followed:
     """A response, and its expected continuation: `rest`, from its token `length` on."""
 
     prompt: bytes
+    has_earlier: bool  # its prompt had finished responses when it began to decode
     looks_at: int = 0  # length from which it looks for a text
+    patience: int = PATIENCE  # tokens until then after a look in vain
     rest: IntArray | None = None
     length: int = 0
     match: int = 0  # tokens in common, at most `LONGEST`
@@ -100,7 +101,7 @@ class Followed:
         if self.rest is None:
             return False
         grown = response[self.length :]
-        if len(grown) < len(self.rest) and np.array_equal(grown, self.rest[: len(grown)]):
+        if len(grown) < len(self.rest) and grown.tobytes() == self.rest[: len(grown)].tobytes():
             self.rest, self.length = self.rest[len(grown) :], len(response)
             self.match = min(self.match + len(grown), LONGEST)
             return True
@@ -123,15 +124,29 @@ class Average:
         self.tokens = kept * self.tokens + tokens
         self.seconds = kept * self.seconds + seconds
 
+    def halve(self) -> None:
+        """Halve the weight of the steps so far."""
+        self.tokens, self.seconds = self.tokens / 2, self.seconds / 2
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, kw_only=True)
 class DraftChoice:
-    """DraftChoice between drafts and none at some number of rows, by the rates that both had there."""
+    """Choice between drafts and none in steps of one kind, by the rates that both had there.
+
+    The slower way is tried now and then. Trials become rare while they lose clearly: 2 steps after 64 steps of the
+    faster way, then after 256, 1,024 and 4,096.
+    """
 
     drafts: Average = field(default_factory=Average)
     plain: Average = field(default_factory=Average)
     steps: int = 0  # since the last trial
     faster: int = FASTER  # steps until the next
+    tries_drafts: bool = False  # in the trial under way
+
+    @property
+    def is_known(self) -> bool:
+        """Whether both ways were tried often enough to compare them."""
+        return min(self.plain.steps, self.drafts.steps) >= FIRST
 
     @property
     def speedup(self) -> float:
@@ -140,16 +155,16 @@ class DraftChoice:
 
     def advance(self) -> bool:
         """Begin a step, and return True if it should draft."""
-        if min(self.plain.steps, self.drafts.steps) < 2 * TRIAL:
+        if not self.is_known:
             return self.drafts.steps <= self.plain.steps
-        is_faster = self.speedup > 1
-        self.steps += 1
-        if self.steps <= self.faster:
-            return is_faster
         if self.steps == self.faster + TRIAL:
-            self.steps = 0
-            self.faster = min(2 * self.faster, MOST_FASTER) if self.speedup < CLEARLY else FASTER
-        return not is_faster
+            is_close = CLEARLY < self.speedup < 1 / CLEARLY
+            self.steps, self.faster = 0, FASTER if is_close else min(GROWTH * self.faster, MOST_FASTER)
+        if self.steps == self.faster:
+            self.tries_drafts = self.speedup <= 1
+            (self.drafts if self.tries_drafts else self.plain).halve()
+        self.steps += 1
+        return self.tries_drafts if self.steps > self.faster else self.speedup > 1
 
 
 class StepTimes:
@@ -180,15 +195,15 @@ class Drafter:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        # finished responses by prompt and request; the prompt that was used last comes last
-        self._finished: OrderedDict[bytes, dict[str, IntArray]] = OrderedDict()
-        self._num_kept = 0  # their tokens
+        self._corpus = Corpus()
         self._followed: dict[Job, Followed] = {}
+        self._num_with_earlier = 0  # of the followed jobs
         self._shares: Numbers = np.full(LONGEST + 1, 0.8)  # accepted tokens among reached ones, by match
-        self._choices: defaultdict[int, DraftChoice] = defaultdict(DraftChoice)  # by the bits of a step's rows
+        self._choices: defaultdict[tuple[int, bool], DraftChoice] = defaultdict(DraftChoice)  # as in `_choice_at`
         self._times = StepTimes()
         self._num_steps = {False: 0, True: 0}  # without drafts and with drafts
         self._counts = np.zeros((2, len(Origin)), np.int64)  # drafted and accepted tokens
+        self._num_verified = self._num_near = 0  # as in `DraftCounts`
         self._proposed: list[tuple[int, Origin]] = []  # match and origin of each row in the present step
 
     @property
@@ -199,11 +214,32 @@ class Drafter:
         return DraftCounts(
             **{f"drafted_{name}": count for name, count in zip(names, drafted, strict=True)},
             **{f"accepted_{name}": count for name, count in zip(names, accepted, strict=True)},
+            verified=self._num_verified,
+            near=self._num_near,
         )
+
+    @property
+    def corpus_bytes(self) -> int:
+        """Memory of the finished responses that are kept. Safe to call from any thread."""
+        return self._corpus.num_bytes
+
+    @property
+    def speedups(self) -> dict[int, float]:
+        """Speed-up by drafts as in `EngineStatus`. Safe to call from any thread."""
+        known = [(kind, choice) for kind, choice in self._choices.copy().items() if choice.is_known]
+        known.sort(key=lambda item: item[1].drafts.steps + item[1].plain.steps)
+        most_used = {bits: choice.speedup for (bits, _), choice in known}
+        return {1 << (bits - 1): round(most_used[bits], 3) for bits in sorted(most_used)}
 
     def choose(self, num_rows: int) -> bool:
         """Begin a step of so many rows, and return True if it should draft."""
-        return self._choices[num_rows.bit_length()].advance()
+        return self._choice_at(num_rows).advance()
+
+    def follow(self, job: Job) -> None:
+        """Note that a job begins to decode."""
+        prompt = _digest(job.request.prompt_ids)
+        self._followed[job] = Followed(prompt=prompt, has_earlier=self._corpus.has(prompt))
+        self._num_with_earlier += self._followed[job].has_earlier
 
     def propose(self, jobs: Sequence[Job], limits: Sequence[int]) -> Drafts | None:
         """Draft at most `limits[i]` tokens to follow the response of job i; None if no draft pays."""
@@ -222,8 +258,13 @@ class Drafter:
         most = min(most, int(np.searchsorted(fed, MOST_FED, side="right")) - 1)
         return Drafts.build([draft[:most] for draft in drafts]) if most > 0 else None
 
-    def record_accepted(self, counts: Indices, accepted: Indices) -> None:
-        """Take how many tokens of the last proposal's drafts, `counts [B]`, were sampled."""
+    def record_accepted(self, counts: Indices, accepted: Indices, *, near: int) -> None:
+        """Take how many tokens of the last proposal's drafts, `counts [B]`, were sampled.
+
+        The numbers of `near` sampled tokens lie near a boundary.
+        """
+        self._num_verified += len(counts) + int(accepted.sum())
+        self._num_near += near
         for (match, origin), drafted, count in zip(
             self._proposed, counts.tolist(), accepted.tolist(), strict=True
         ):
@@ -240,37 +281,39 @@ class Drafter:
         self._num_steps[has_drafts] += 1
         if self._num_steps[has_drafts] <= WARM_UP:
             return
-        choice = self._choices[num_rows.bit_length()]
+        choice = self._choice_at(num_rows)
         (choice.drafts if tried else choice.plain).add(gained, seconds)
         self._times.add(num_rows + (0 if drafts is None else len(drafts.ids)), seconds)
 
-    def keep(self, job: Job, response: IntArray) -> None:
-        """Keep the finished `response`, of the last turn so far, for other responses to its prompt."""
-        if len(response) < LEAST_FINISHED:
-            return
-        prompt = self._prompt_of(job)
-        kept = self._finished.setdefault(prompt, {})
-        self._finished.move_to_end(prompt)
-        if job.request.rid not in kept and len(kept) == MOST_FINISHED:
-            self._num_kept -= len(kept.pop(next(iter(kept))))
-        self._num_kept += len(response) - len(kept.pop(job.request.rid, ()))
-        kept[job.request.rid] = response
-        while self._num_kept > MOST_TOKENS:
-            _, others = self._finished.popitem(last=False)
-            self._num_kept -= sum(map(len, others.values()))
+    def keep(self, job: Job, response: IntArray, *, version: int) -> None:
+        """Keep the finished `response` under `version`, of the last turn so far, for others to its prompt."""
+        self._corpus.add(job.request.rid, _digest(job.request.prompt_ids), response, version=version)
+
+    def take_earlier(self, request: GenerateRequest) -> None:
+        """Keep the responses of other engines that a request brings, unless it has them."""
+        prompt = _digest(request.prompt_ids)
+        for text in request.earlier:  # copies, since ids from storage may be a part of more
+            self._corpus.add_new(text.rid, prompt, text.ids.copy(), version=text.version)
+
+    def drop_stale(self, version: int) -> None:
+        """Drop finished responses that are too old beside `version`, which is served from now on."""
+        self._corpus.drop_stale(version)
 
     def forget(self, job: Job) -> None:
-        """Forget a job that no longer decodes."""
-        self._followed.pop(job, None)
+        """Forget a job that no longer decodes, if it did."""
+        if (followed := self._followed.pop(job, None)) is not None:
+            self._num_with_earlier -= followed.has_earlier
+
+    def _choice_at(self, num_rows: int) -> DraftChoice:
+        """Return the choice for steps of so many rows: of one power of two, and with as much to draft from."""
+        return self._choices[num_rows.bit_length(), 2 * self._num_with_earlier >= num_rows]
 
     def _find(self, jobs: Sequence[Job], limits: Sequence[int]) -> list[list[int]]:
         """Return at most `limits[i]` tokens that may follow the response of job i."""
         by_prompt: dict[bytes, Texts] = {}
         drafts: list[list[int]] = []
         for job, limit in zip(jobs, limits, strict=True):
-            followed = self._followed.get(job)
-            if followed is None:
-                followed = self._followed[job] = Followed(prompt=self._prompt_of(job))
+            followed = self._followed[job]
             response = self._slots.ids[job.slot, : self._slots.num_response[job.slot]]
             if not followed.catch_up(response) and len(response) >= followed.looks_at:
                 if (texts := by_prompt.get(followed.prompt)) is None:
@@ -283,9 +326,10 @@ class Drafter:
         """Find the text that a response follows, or wait some tokens until the next look."""
         last = response[-LONGEST:].tolist()
         if (found := texts.find(last if len(last) == LONGEST else [_START, *last])) is None:
-            followed.looks_at = len(response) + PATIENCE
+            followed.looks_at = len(response) + followed.patience
+            followed.patience = min(2 * followed.patience, MOST_PATIENCE)
             return
-        place, followed.match = found
+        (place, followed.match), followed.patience = found, PATIENCE
         followed.rest, followed.length = texts.rest(place, job.request.sampling.stop_ids), len(response)
         is_own = place in texts.own.get(job, ())
         is_earlier = place < texts.num_earlier
@@ -294,7 +338,7 @@ class Drafter:
     def _texts(self, prompt: bytes) -> Texts:
         """Join the texts of a prompt: its finished responses, then its responses under way."""
         start = np.array([_START], np.int32)
-        found = [part for response in self._finished.get(prompt, {}).values() for part in (start, response)]
+        found = [part for response in self._corpus.of(prompt) for part in (start, response)]
         num_earlier = end = sum(map(len, found))
         own: dict[Job, range] = {}
         for job, followed in self._followed.items():
@@ -305,8 +349,7 @@ class Drafter:
                 end += 1 + len(response)
         return Texts(np.concatenate([*found, start]), num_earlier, own)
 
-    def _prompt_of(self, job: Job) -> bytes:
-        """Return the digest of a job's prompt."""
-        if (followed := self._followed.get(job)) is not None:
-            return followed.prompt
-        return blake2b(job.request.prompt_ids.tobytes(), digest_size=16).digest()
+
+def _digest(prompt_ids: IntArray) -> bytes:
+    """Return the name of a prompt in the corpus."""
+    return blake2b(prompt_ids.tobytes(), digest_size=16).digest()

@@ -21,6 +21,7 @@ Seeds = npt.NDArray[np.uint64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FRACTION_BITS = 23  # so that u times a sum in fp32 stays below the sum
+NEAR = 1e-5  # of a boundary between two tokens, where rounding of logits may decide between them
 
 
 def uniforms(seeds: Seeds, positions: npt.NDArray[np.int64]) -> FloatArray:
@@ -37,6 +38,16 @@ def hash_seeds(x: Seeds) -> Seeds:
     return x ^ (x >> np.uint64(31))
 
 
+def is_near(edges: FloatArray, uniform: FloatArray) -> BoolArray:
+    """Return which numbers in `uniform [B]` lie within `NEAR` of a boundary to another token, as `[B]`.
+
+    A boundary lies between two tokens of positive probability; `edges [B, 3]` are as in `Drawn`.
+    """
+    inner, total = edges[:, :2], edges[:, 2:]
+    near = (np.abs(inner - uniform[:, None] * total) < NEAR * total) & (inner > 0) & (inner < total)
+    return near[:, 0] | near[:, 1]
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """One sampled token for each of B rows."""
@@ -44,6 +55,7 @@ class Drawn:
     ids: Tensor  # [B]
     logprobs: Tensor  # [B] log-softmax(logits / temperature), over the recorded `mask` or the whole vocabulary
     mask: SamplingMask | None  # of B rows
+    edges: Tensor | None = None  # [B, 3] probability of all tokens before it, with itself, and of all tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +84,11 @@ class Sampler:
             cut=cut,
         )
 
-    def draw(self, logits: Tensor, uniform: Tensor, *, recorded: bool = False) -> Drawn:
-        """Sample a token for each row of `logits [B, V]` by `uniform [B]`; if `recorded`, also its mask."""
+    def draw(self, logits: Tensor, uniform: Tensor, *, recorded: bool = False, with_edges: bool = False) -> Drawn:
+        """Sample a token for each row of `logits [B, V]` by `uniform [B]`; if `recorded`, also its mask.
+
+        `with_edges` adds the edges of each token for `is_near`, 0 for greedy rows.
+        """
         if self.temperatures is not None:
             logits = logits / self.temperatures
         logprobs = torch.log_softmax(logits, -1)
@@ -89,7 +104,14 @@ class Sampler:
         if self.greedy is not None:
             ids[self.greedy] = logprobs[self.greedy].argmax(-1, keepdim=True)
         chosen = logprobs.gather(1, ids)[:, 0]
-        return Drawn(ids[:, 0], chosen - cumulated[:, -1].log() if recorded else chosen, mask)
+        edges = self._edges(cumulated, ids) if with_edges else None
+        return Drawn(ids[:, 0], chosen - cumulated[:, -1].log() if recorded else chosen, mask, edges)
+
+    def _edges(self, cumulated: Tensor, ids: Tensor) -> Tensor:
+        """Return the `[B, 3]` edges of tokens `ids [B, 1]` among `cumulated [B, V]` probabilities."""
+        last = torch.full_like(ids, cumulated.shape[-1] - 1)
+        edges = cumulated.gather(1, torch.cat([(ids - 1).clamp_(min=0), ids, last], 1))
+        return edges if self.greedy is None else edges.masked_fill_(self.greedy[:, None], 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import heapq
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -21,16 +22,19 @@ from laminar_py.engines.local.drafts import MOST_DRAFT, Drafter
 from laminar_py.engines.local.kv import BLOCK, BlockPool, Indices
 from laminar_py.engines.local.model import LocalModel
 from laminar_py.engines.local.prefill import Job, PrefillQueue
-from laminar_py.engines.local.sampling import uniforms
+from laminar_py.engines.local.sampling import is_near, uniforms
 from laminar_py.engines.local.slots import Rows, Slots, State
 from laminar_py.engines.local.spec import ModelSpec
-from laminar_py.records.codec import FloatArray, IntArray
+from laminar_py.records.codec import BoolArray, FloatArray, IntArray
 from laminar_py.records.engine import EngineLostError, EngineStatus, GenerateRequest
 from laminar_py.records.pieces import Recording, RoutedExperts, SamplingMask, join_experts
 from laminar_py.records.proofs import WeightsChecksum
 from laminar_py.records.trajectory import FinishReason
 
 ADMISSION_HEADROOM = 16  # tokens that each running request can grow after an admission, against thrashing
+
+SampledTokens: TypeAlias = tuple[IntArray, FloatArray, SamplingMask | None]
+"""Tokens of a step, their log-probabilities, and the recorded mask."""
 
 
 class Scheduler(RequestScheduler[Job]):
@@ -80,9 +84,11 @@ class Scheduler(RequestScheduler[Job]):
         return self._slots.kv_used
 
     def status(self) -> EngineStatus:
-        """See `RequestScheduler.status`; with the drafts so far."""
+        """See `RequestScheduler.status`; with the figures of drafts."""
         status = super().status()
-        return status if self._drafter is None else replace(status, drafts=self._drafter.counts)
+        if (drafter := self._drafter) is None:
+            return status
+        return replace(status, drafts=drafter.counts, speedups=drafter.speedups, corpus_bytes=drafter.corpus_bytes)
 
     def load_weights(self, folder: Path, version: int) -> None:
         """Load the weights in `folder` as `version`, and drop kept caches of older weights.
@@ -102,6 +108,8 @@ class Scheduler(RequestScheduler[Job]):
     def _serve(self, version: int) -> None:
         """Note that the weights of `version` are loaded."""
         self._version = version
+        if self._drafter is not None:
+            self._drafter.drop_stale(version)
         self._pool.drop_kept()  # the next turn must not continue over KV of older weights
         if not self._running:
             self._pool.reset()
@@ -128,11 +136,11 @@ class Scheduler(RequestScheduler[Job]):
         self._reserve(rows.slots, positions, drafts)
         if not rows.slots.size:
             return
-        drawn = self._decode(rows, positions, drafts)
+        sampled, near = self._decode(rows, positions, drafts)
         if drafts is None:
-            self._slots.append(rows.slots, *drawn)
+            self._slots.append(rows.slots, *sampled)
         else:
-            self._accept(rows, drafts, *drawn)
+            self._accept(rows, drafts, sampled, near)
         if self._drafter is not None:
             gained, seconds = self._slots.kv_used - before, self._thread_s() - began
             self._drafter.record_step(len(rows.slots), drafts, gained, seconds=seconds, tried=tries)
@@ -190,6 +198,8 @@ class Scheduler(RequestScheduler[Job]):
         job.prefill, job.version = None, version
         self._slots.state[slot] = State.DECODING
         self._rows = None
+        if self._drafter is not None:
+            self._drafter.follow(job)
 
     def _reserve(self, slots: Indices, positions: Indices, drafts: Drafts | None = None) -> None:
         """Reserve cache for a token of each of `slots [B]`, at `positions [B]`, and for `drafts` behind it."""
@@ -208,11 +218,11 @@ class Scheduler(RequestScheduler[Job]):
 
     def _decode(
         self, rows: Rows, positions: Indices, drafts: Drafts | None = None
-    ) -> tuple[IntArray, FloatArray, SamplingMask | None]:
+    ) -> tuple[SampledTokens, BoolArray | None]:
         """Sample the next token behind the last of each of B rows, and behind each token of `drafts`: T in all.
 
-        Returns tokens `[T]`, log-probabilities `[T]` and the recorded mask. Raises `EngineLostError` if a
-        log-probability is not finite.
+        Returns these T tokens; with drafts also which of them are near a boundary, `[T]`. Raises `EngineLostError`
+        if a log-probability is not finite.
         """
         slots, sampler, seeds = rows.slots, rows.sampler, rows.seeds
         ids, num_response = self._slots.last_ids[slots], self._slots.num_response[slots]
@@ -224,28 +234,36 @@ class Scheduler(RequestScheduler[Job]):
         logits, experts = self._model.decode(torch.from_numpy(ids), torch.from_numpy(positions), plan=plan)
         if experts is not None:
             self._pool.record(plan.write_blocks, plan.write_offsets, experts)
-        drawn = sampler.draw(logits, torch.from_numpy(uniforms(seeds, num_response)), recorded=self._records_masks)
+        numbers = uniforms(seeds, num_response)
+        drawn = sampler.draw(
+            logits,
+            torch.from_numpy(numbers),
+            recorded=self._records_masks,
+            with_edges=drafts is not None,
+        )
         values = drawn.logprobs.cpu().numpy()
         if not np.isfinite(values).all():
             raise EngineLostError(
                 f"version {self._version} gives logits that are not finite; lower learner.lr, and --resume from an"
                 " earlier checkpoint"
             )
-        return drawn.ids.cpu().numpy(), values, drawn.mask
+        near = None if drawn.edges is None else is_near(drawn.edges.cpu().numpy(), numbers)
+        return (drawn.ids.cpu().numpy(), values, drawn.mask), near
 
-    def _accept(
-        self, rows: Rows, drafts: Drafts, ids: IntArray, logprobs: FloatArray, mask: SamplingMask | None
-    ) -> None:
-        """Add to each row its tokens of `ids [T]` up to the first that its draft lacks, or that ends it."""
+    def _accept(self, rows: Rows, drafts: Drafts, sampled: SampledTokens, near: BoolArray | None) -> None:
+        """Add to each row its `sampled` tokens (T in all) up to the first that its draft lacks or that ends it."""
         assert self._drafter is not None, "only with drafts"
+        assert near is not None, "only with drafts"
+        ids = sampled[0]
         ends = (ids[:, None] == rows.stop_ids[drafts.of_token]).any(1)
         hits = np.zeros(len(ids), np.bool_)  # [T] the next token of the draft was sampled
         is_draft = np.flatnonzero(drafts.behind)
         hits[is_draft - 1] = ids[is_draft - 1] == drafts.ids
         misses = np.flatnonzero(~hits | ends)
         accepted = misses[np.searchsorted(misses, drafts.starts)] - drafts.starts
-        self._slots.append_runs(rows.slots, drafts, 1 + accepted, ids, logprobs, mask)
-        self._drafter.record_accepted(drafts.counts, accepted)
+        self._slots.append_runs(rows.slots, drafts, 1 + accepted, *sampled)
+        num_near = int((near & (drafts.behind <= accepted[drafts.of_token])).sum())
+        self._drafter.record_accepted(drafts.counts, accepted, near=num_near)
 
     def _dispatch(self, rows: Rows) -> None:
         """After a step, send the deltas that are due and end finished requests."""
@@ -260,6 +278,8 @@ class Scheduler(RequestScheduler[Job]):
             self._end(self._running[slot], FinishReason.STOP if is_stop else FinishReason.LENGTH)
 
     def _make_job(self, ticket: int, request: GenerateRequest) -> Job:
+        if self._drafter is not None:
+            self._drafter.take_earlier(request)
         return Job(ticket=ticket, request=request, response=request.prefix_ids)
 
     def _send(self, job: Job, finish_reason: FinishReason | None = None) -> None:
@@ -296,7 +316,7 @@ class Scheduler(RequestScheduler[Job]):
             ids = np.concatenate([job.request.prompt_ids, self._slots.response(job.slot)])[:-1]
             self._pool.keep(job.slot, job.request.rid, ids)
         if self._drafter is not None and finish_reason is not FinishReason.ABORT:
-            self._drafter.keep(job, self._slots.response(job.slot))
+            self._drafter.keep(job, self._slots.response(job.slot), version=self._version)
         self._vacate(job)
 
     def _retract(self, job: Job) -> None:

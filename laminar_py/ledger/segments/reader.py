@@ -71,9 +71,9 @@ class PayloadReader:
         self._files: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
 
-    def load(self, refs: Iterable[PieceRef]) -> LoadedPieces:
-        """Read pieces; the result has an error for each piece that cannot be read."""
-        deadline = time.monotonic() + self._patience_s
+    def load(self, refs: Iterable[PieceRef], *, waits: bool = True) -> LoadedPieces:
+        """Read pieces; the result has an error for each piece that cannot be read, at once unless it `waits`."""
+        deadline = time.monotonic() + (self._patience_s if waits else 0.0)
         in_file_order = sorted(refs, key=lambda ref: (ref.segment, ref.offset))
         return LoadedPieces({ref: self._read_until(ref, deadline) for ref in in_file_order})
 

@@ -1,6 +1,7 @@
 """What the embedded engine decides between steps, and where it keeps the KV cache."""
 
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -8,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laminar_py.engines.local import sampling
 from laminar_py.engines.local.kv import BLOCK, BlockPool
 from laminar_py.engines.local.prefill import PREFILL_TOKENS
-from laminar_py.engines.local.sampling import Sampler, hash_seeds, uniforms
+from laminar_py.engines.local.sampling import Sampler, hash_seeds, is_near, uniforms
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.engine import PauseMode
@@ -263,6 +265,32 @@ def test_tokens_are_drawn_with_their_probabilities():
     shares = torch.bincount(drawn.ids, minlength=5) / 40_000
     assert shares.tolist() == pytest.approx(torch.softmax(logits, -1).tolist(), abs=0.01)
     assert torch.equal(drawn.logprobs, torch.log_softmax(logits, -1)[drawn.ids])
+
+
+@given(
+    logits=st.lists(st.floats(-4, 4), min_size=2, max_size=6),
+    number=st.integers(0, 2**23 - 1),
+    top_k=st.integers(0, 3),
+)
+def test_a_number_near_a_boundary_between_two_tokens_is_found(logits, number, top_k):
+    uniform, rows = np.array([number * 2.0**-23], np.float32), torch.tensor([logits])
+    sampler = Sampler.build(
+        np.ones(1, np.float32),
+        top_k=np.array([top_k]),
+        top_p=np.ones(1, np.float32),
+        min_p=np.zeros(1, np.float32),
+    )
+    drawn = sampler.draw(rows, torch.from_numpy(uniform), with_edges=True)
+    order = np.argsort(-rows[0].numpy(), kind="stable")[: top_k or None]
+    probabilities = np.zeros(len(logits))
+    probabilities[order] = np.exp(rows[0].double().numpy()[order])
+    edges = (probabilities / probabilities.sum()).cumsum()
+    inner = [edge for edge in edges if 1e-6 < edge < 1 - 1e-6]
+    distance = min((abs(edge - uniform[0]) for edge in inner), default=1.0)
+    with patch.object(sampling, "NEAR", near := 0.01):
+        found = is_near(drawn.edges.numpy(), uniform)
+    if abs(distance - near) > 1e-5:
+        assert found.tolist() == [distance < near]
 
 
 CUTS = [

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from laminar_py.engines.local.drafts import FASTER, MOST_FINISHED, TRIAL, DraftChoice, Drafter, StepTimes, Texts
+from laminar_py.engines.local.drafts import (
+    FASTER,
+    FIRST,
+    GROWTH,
+    MOST_FASTER,
+    TRIAL,
+    DraftChoice,
+    StepTimes,
+    Texts,
+)
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.engine import DraftCounts, GenerateRequest, PauseMode
@@ -249,38 +258,47 @@ def test_a_text_is_found_by_the_longest_run_that_ends_a_response():
     assert texts.rest(1, stop_ids=(3,)).tolist() == [1, 2, 3]
 
 
-def test_old_responses_are_forgotten_and_a_turn_replaces_the_one_before(versions, monkeypatch):
-    monkeypatch.setattr("laminar_py.engines.local.drafts.MOST_TOKENS", 200)
-    drafter = Drafter(make_scheduler(versions[0], drafts=True)._slots)
-    make_job = make_scheduler(versions[0], drafts=False)._make_job
-
-    def keep(rid: str, prompt: int, length: int) -> None:
-        drafter.keep(make_job(0, make_request(rid, prompt=[prompt])), np.arange(length, dtype=np.int32))
-
-    for number in range(40):
-        keep(f"r{number}", number % 2, 5)
-        keep(f"probe{number}", number % 2, 1)
-    assert [len(kept) for kept in drafter._finished.values()] == [MOST_FINISHED] * 2
-    for length in (20, 30):
-        keep("turns", 1, length)
-    (_, kept) = drafter._finished.values()
-    assert (len(kept), len(kept["turns"])) == (MOST_FINISHED, 30)
-    keep("long", 5, 150)
-    found = [len(one) for kept in drafter._finished.values() for one in kept.values()]
-    assert sum(found) == drafter._num_kept <= 200
-    assert 150 in found
-
-
-@pytest.mark.parametrize("drafts_s", [0.5, 2.0])
-def test_the_slower_way_is_tried_now_and_then(monkeypatch, drafts_s):
-    monkeypatch.undo()
-    choice, drafted = DraftChoice(), []
-    for _ in range(4000):
+def choose(choice: DraftChoice, drafts_s: float, *, steps: int) -> int:
+    """Number of steps that draft, if a step takes so long with drafts and a second without."""
+    drafted = 0
+    for _ in range(steps):
         tries = choice.advance()
-        drafted.append(tries)
         (choice.drafts if tries else choice.plain).add(1, drafts_s if tries else 1.0)
-    slower = sum(drafted) if drafts_s > 1 else len(drafted) - sum(drafted)
-    assert 2 * TRIAL < slower < 2 * TRIAL + TRIAL * len(drafted) / FASTER
+        drafted += tries
+    return drafted
+
+
+@pytest.mark.parametrize(("drafts_s", "is_clear"), [(0.5, True), (0.9, False), (1.1, False), (2.0, True)])
+def test_the_slower_way_is_tried_now_and_then_and_seldom_if_it_loses_clearly(monkeypatch, drafts_s, is_clear):
+    monkeypatch.undo()
+    steps = 2 * FIRST + sum(FASTER * GROWTH**place + TRIAL for place in range(4)) + 2 * (MOST_FASTER + TRIAL)
+    drafted = choose(DraftChoice(), drafts_s, steps=steps)
+    slower = drafted if drafts_s > 1 else steps - drafted
+    trials = 6 if is_clear else (steps - 2 * FIRST) // (FASTER + TRIAL)
+    assert slower == FIRST + TRIAL * trials
+
+
+def test_drafts_that_begin_to_pay_are_noticed(monkeypatch):
+    monkeypatch.undo()
+    choice = DraftChoice()
+    assert choose(choice, 2.0, steps=20_000) < 20
+    choose(choice, 0.3, steps=MOST_FASTER + 3 * (FASTER + TRIAL))
+    assert choose(choice, 0.3, steps=FASTER) >= FASTER - TRIAL
+
+
+def test_responses_with_earlier_ones_and_responses_without_are_told_apart(versions, monkeypatch):
+    monkeypatch.undo()
+    scheduler = make_scheduler(versions[0], drafts=True)
+    run = Run(scheduler)
+    for number in range(8):
+        scheduler.add_request(number, make_request(f"r{number}", length=30, temperature=1.0, seed=number))
+        while scheduler.has_work:
+            scheduler.step()
+        run.take()
+    choices = scheduler._drafter._choices
+    assert choices[1, False].drafts.steps + choices[1, False].plain.steps < 30
+    assert choices[1, True].drafts.steps > FIRST
+    assert set(scheduler.status().speedups) == {1}
 
 
 def test_an_engine_whose_steps_all_take_as_long_drafts_most_tokens(versions, monkeypatch):
@@ -296,6 +314,21 @@ def test_an_engine_whose_steps_all_take_as_long_drafts_most_tokens(versions, mon
         run.take()
     counts = scheduler.status().drafts
     assert counts.accepted > 0.8 * sum(map(len, run.tokens.values())) > 600
+
+
+@pytest.mark.parametrize(("near", "temperature", "share"), [(2.0, 1.0, 1.0), (2.0, 0.0, 0.0), (0.0, 1.0, 0.0)])
+def test_verified_tokens_near_a_boundary_are_counted(versions, monkeypatch, near, temperature, share):
+    monkeypatch.setattr("laminar_py.engines.local.sampling.NEAR", near)
+    run = Run(make_scheduler(versions[0], drafts=True))
+    for number in range(3):
+        run.scheduler.add_request(number, make_request(f"r{number}", length=90, temperature=temperature, seed=7))
+        while run.scheduler.has_work:
+            run.scheduler.step()
+        run.take()
+    counts = run.scheduler.status().drafts
+    assert counts.accepted_per_pass > 1
+    assert counts.accepted < counts.verified < 3 * 90
+    assert counts.near == share * counts.verified
 
 
 def test_a_restarted_engine_counts_from_zero():

@@ -1,0 +1,86 @@
+"""Finished responses by prompt, within bounds on memory and age. Owned by `drafts`, which continues them.
+
+It holds token ids alone: a look-up scans the few responses of one prompt, so no index costs memory beside them.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from laminar_py.records.codec import IntArray
+
+MOST_BYTES = 64 * 2**20  # of memory for all responses of an engine
+RESPONSE_BYTES = 768  # of memory for one response beside its tokens, at most; a test measures it
+MOST_RESPONSES = 16  # of one prompt
+OLDEST = 1000  # versions since a response was sampled, after which it is dropped: some epochs of a small data set
+LEAST_TOKENS = 4  # of a response that is kept; the run's probes have one
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A finished response, e.g. `Kept(prompt, ids, 7)`."""
+
+    prompt: bytes  # digest
+    ids: IntArray  # [L]
+    version: int  # weights that sampled its last token
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, at most."""
+        return self.ids.nbytes + RESPONSE_BYTES
+
+
+class Corpus:
+    """The newest responses of each prompt; beyond `most_bytes` the oldest response goes first."""
+
+    def __init__(self, *, most_bytes: int = MOST_BYTES) -> None:
+        self.num_bytes = 0  # other threads read it
+        self._most_bytes = most_bytes
+        self._oldest = 0  # version that is not stale
+        self._kept: OrderedDict[str, Kept] = OrderedDict()  # by request, the oldest first
+        self._by_prompt: dict[bytes, list[str]] = {}  # requests, the oldest first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def has(self, prompt: bytes) -> bool:
+        """Whether a response to a prompt by its digest is kept."""
+        return prompt in self._by_prompt
+
+    def of(self, prompt: bytes) -> list[IntArray]:
+        """Return the responses to a prompt by its digest, the oldest first."""
+        return [self._kept[rid].ids for rid in self._by_prompt.get(prompt, ())]
+
+    def add(self, rid: str, prompt: bytes, ids: IntArray, *, version: int) -> None:
+        """Keep the response `ids [L]` of a request under `version`, in place of its earlier turns."""
+        self._drop(rid)
+        if len(ids) < LEAST_TOKENS or version < self._oldest:
+            return
+        of_prompt = self._by_prompt.setdefault(prompt, [])
+        if len(of_prompt) == MOST_RESPONSES:
+            self._drop(of_prompt[0])
+        kept = self._kept[rid] = Kept(prompt, ids, version)
+        of_prompt.append(rid)
+        self.num_bytes += kept.num_bytes
+        while self.num_bytes > self._most_bytes:
+            self._drop(next(iter(self._kept)))
+
+    def add_new(self, rid: str, prompt: bytes, ids: IntArray, *, version: int) -> None:
+        """As `add`, unless a response of this request is kept."""
+        if rid not in self._kept:
+            self.add(rid, prompt, ids, version=version)
+
+    def drop_stale(self, version: int) -> None:
+        """Drop responses that are more than `OLDEST` versions older than `version`, and take no such ones."""
+        self._oldest = version - OLDEST
+        while self._kept and self._kept[rid := next(iter(self._kept))].version < self._oldest:
+            self._drop(rid)
+
+    def _drop(self, rid: str) -> None:
+        """Drop a request's response, if it is kept."""
+        if (kept := self._kept.pop(rid, None)) is None:
+            return
+        self.num_bytes -= kept.num_bytes
+        of_prompt = self._by_prompt[kept.prompt]
+        of_prompt.remove(rid)
+        if not of_prompt:
+            del self._by_prompt[kept.prompt]
