@@ -75,8 +75,10 @@ def names(
     *proofs: StepProof,
     aggregation: Aggregation = Aggregation.TOKEN_MEAN,
     algorithm: str = "grpo",
+    empty: int = 0,
     **changes: object,
 ) -> list[str]:
+    """Lines on steps with these proofs, before which the run made so many `empty` steps."""
     check = StepCheck(
         AlgorithmConfig(name=algorithm, aggregation=aggregation),
         LearnerConfig(lr=1e-3, warmup_steps=2),
@@ -89,7 +91,10 @@ def names(
         metrics = StepMetrics(
             **{"loss": 0.1, "grad_norm": 1.0, "elapsed_s": 1.0, "proof": proof, "tokens": STILL} | changes
         )
-        found += [f"{alarm.check}: {alarm.message}" for alarm in check.observe(BATCH, metrics, step=number + 1)]
+        found += [
+            f"{alarm.check}: {alarm.message}"
+            for alarm in check.observe(BATCH, metrics, step=number + 1 + empty, made=number + 1)
+        ]
     return found
 
 
@@ -132,6 +137,10 @@ def test_a_step_that_is_not_its_batchs_is_named(change: dict[str, object], words
 def test_a_rate_that_is_not_of_the_schedule_is_named() -> None:
     (found,) = names(right(), right(), learning_rate=5e-4)
     assert "optimizer: step 2: its learning rate was 0.0005, and the schedule of learner.lr has 0.001" in found
+
+
+def test_steps_without_trajectories_do_not_count_for_the_schedule() -> None:
+    assert not names(right(), learning_rate=5e-4, empty=3)
 
 
 @pytest.mark.parametrize(("rate", "count"), [(1e-5, 0), (math.nan, 0), (1e-4, 1)])

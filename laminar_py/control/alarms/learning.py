@@ -55,8 +55,8 @@ class StepCheck:
         self._refers_to_start = algorithm.has_reference and algorithm.reference is None
         self._moved: deque[tuple[int, int]] = deque(maxlen=MOVES)  # (moved, uphill) of the last steps
 
-    def observe(self, batch: StepBatch, metrics: StepMetrics, *, step: int) -> Iterator[Alarm]:
-        """Take a step that the learner made."""
+    def observe(self, batch: StepBatch, metrics: StepMetrics, *, step: int, made: int) -> Iterator[Alarm]:
+        """Take a step of the run, by which the learner has `made` so many: not those without trajectories."""
         proof = metrics.proof
         if proof is None:
             return
@@ -77,7 +77,7 @@ class StepCheck:
                 " they are not in the optimizer, or learner.lr (of a critic: algorithm.critic.lr) is too small for"
                 " their type",
             )
-        yield from self._updates(metrics, proof, step)
+        yield from self._updates(metrics, proof, step, made)
         yield from self._uphill(proof, step)
         if proof.reference and self._reference and proof.reference != self._reference:
             yield reference_alarm(step)
@@ -154,13 +154,13 @@ class StepCheck:
                 )
                 return
 
-    def _updates(self, metrics: StepMetrics, proof: StepProof, step: int) -> Iterator[Alarm]:
+    def _updates(self, metrics: StepMetrics, proof: StepProof, step: int, made: int) -> Iterator[Alarm]:
         """Name tensors that AdamW did not move as the settings say, and a rate that is not of the schedule."""
-        fault = self._rate_fault("learner.lr", self._learner, metrics.learning_rate, step)
+        fault = self._rate_fault("learner.lr", self._learner, metrics.learning_rate, made)
         critic = self._algorithm.critic
         if not fault and critic is not None and metrics.critic is not None:
             used, settings = metrics.critic.learning_rate, critic.optimizer(self._learner)
-            fault = self._rate_fault("algorithm.critic.lr", settings, used, step)
+            fault = self._rate_fault("algorithm.critic.lr", settings, used, made)
         if not fault and proof.astray:
             fault = (
                 f"{proof.astray[0]} and {len(proof.astray) - 1} more were not updated as AdamW does by learner.lr"
@@ -169,9 +169,9 @@ class StepCheck:
         if fault:
             yield Alarm("optimizer", "learner", f"step {step}: {fault}; {RESTART.format('optimizer')}")
 
-    def _rate_fault(self, field: str, settings: LearnerConfig, used: float, step: int) -> str:
+    def _rate_fault(self, field: str, settings: LearnerConfig, used: float, made: int) -> str:
         """Fault of a learning rate that is not of the schedule of `field`, or ""."""
-        rate = settings.lr * lr_factor(step - 1, settings, total_steps=self._steps)
+        rate = settings.lr * lr_factor(made - 1, settings, total_steps=self._steps)
         if abs(used - rate) > AGREES * rate:  # no rate, NaN, is of a step without an update
             return f"its learning rate was {used:.4g}, and the schedule of {field} has {rate:.4g}"
         return ""

@@ -90,10 +90,10 @@ class Alarms:
         if found := self._events.observe(event, row):
             self._tell(found)
 
-    def stepped(self, batch: StepBatch, metrics: StepMetrics, step: int) -> None:
-        """Check a step that the learner has made, before it is recorded."""
+    def stepped(self, batch: StepBatch, metrics: StepMetrics, step: int, made: int) -> None:
+        """Check a step, before it is recorded; the learner has `made` so many, without empty ones."""
         self.step = step
-        self._tell(self._learning.observe(batch, metrics, step=step))
+        self._tell(self._learning.observe(batch, metrics, step=step, made=made))
 
     async def published(self, learner: LearnerKeeper, version: int) -> None:
         """Take the learner's distributions of a version. Raises PartCrashedError."""

@@ -101,7 +101,7 @@ class Trainer:
         show: Callable[[StepRow], None],
         show_line: Callable[[str], None] = lambda line: None,
         on_fault: Callable[[str], None] = log.error,  # of a checkpoint, or of a learner that loaded one (law 13)
-        check_step: Callable[[StepBatch, StepMetrics, int], None] = lambda batch, metrics, step: None,
+        check_step: Callable[[StepBatch, StepMetrics, int, int], None] = lambda batch, metrics, step, made: None,
         stepped: Callable[[StepRow, StepBatch], None] = lambda row, batch: None,  # before the next batch is taken
         went_back: Callable[[], None] = lambda: None,  # to a checkpoint
     ) -> None:
@@ -128,6 +128,7 @@ class Trainer:
             max_refill=self._config.rollout.max_refill, record=self._ledger.append, end=stop.fail
         )
         self._num_skipped, self._saved_step = 0, -1  # steps without a finite gradient in a row; newest checkpoint
+        self._steps_made = 0  # by the learner: steps without trajectories need none
 
     @property
     def version(self) -> int:
@@ -280,7 +281,8 @@ class Trainer:
         """Record a step, and begin the evaluations that are due. Raises RunFailedError (`MAX_SKIPPED`)."""
         self.step += 1
         if outcome is not None:
-            self._check_step(batch, outcome.metrics, self.step)
+            self._steps_made += 1
+            self._check_step(batch, outcome.metrics, self.step, self._steps_made)
         row = self._stats.step_row(
             step=self.step,
             version=batch.version,
@@ -390,6 +392,7 @@ class Trainer:
         SIGNALS.enter("the first version and its checkpoint")
         # the learner counts only optimizer steps, so the step comes from the checkpoint
         self.step = self._saved_step = checkpoint.step if checkpoint else 0
+        self._steps_made = started.steps_taken
         log.info("learner: %d parameters, attention %s", started.num_parameters, started.attention)
         for refused in started.refused:
             log.warning("learner: attention kernel not used, %s", refused)
