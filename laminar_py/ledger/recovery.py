@@ -19,7 +19,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import SCHEMA_VERSION, LedgerError, reading
 from laminar_py.ledger.machine import undo
 from laminar_py.ledger.pieces import PieceRow, columns_of, piece_rows, spans_of, tokens_of
-from laminar_py.ledger.rows import decode_event, read_prompt
+from laminar_py.ledger.rows import decode_event, read_events, read_prompt
 from laminar_py.ledger.trajectory import LiveTrajectory, live_rows
 from laminar_py.records.ages import WeightAges
 from laminar_py.records.events import (
@@ -32,6 +32,7 @@ from laminar_py.records.events import (
     Scaled,
     Scored,
     Undone,
+    Unquantized,
 )
 from laminar_py.records.scoring import GroupRewards
 from laminar_py.records.spans import decode_spans, replace_spans
@@ -72,6 +73,7 @@ class Recovered:
     rewards: tuple[float, float] = (math.inf, -math.inf)  # the worst and the best training reward
     eval_sampling: dict[str, str] = field(default_factory=dict)  # of the last start, by evaluation set
     consumed: tuple[ConsumedGroup, ...] = ()  # the last groups that may be replayed, in order of consumption
+    unquantized: bool = False  # engines went back to weights as published
 
 
 def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: True, kept: int = 0) -> Recovered:
@@ -104,6 +106,7 @@ def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: Tru
             rewards=_reward_range(connection),
             eval_sampling=started.eval_sampling if (started := last_start(connection)) else {},
             consumed=tuple(_consumed(connection, step, kept)) if kept else (),
+            unquantized=any(True for _ in read_events(connection, Unquantized)),
         )
 
 
