@@ -652,3 +652,49 @@ def _(module: ModuleType) -> None:
 def _(module: ModuleType) -> None:
     figures = module.set_figures
     module.set_figures = lambda answers, **options: figures([one for one in answers if one.reward], **options)
+
+
+# ---- rounded weights, of which the run makes an end by itself
+
+FP8 = ("rollout.engine.quantization=fp8",)
+
+
+@plant(
+    "fp8_scale_is_wrong",
+    f"{ENGINE}.weights",
+    "quantization",
+    "a block of rounded weights has a scale that is wrong by 4",
+    settings=FP8,
+    within=2,
+)
+def _(module: ModuleType) -> None:
+    read = module._Folder.read
+
+    def read_wrong(self, name, *shape):
+        values = read(self, name, *shape)
+        if self._quantized and name == "model.layers.0.mlp.down_proj.weight":
+            values[: module.fp8.BLOCK, : module.fp8.BLOCK] *= 4
+        return values
+
+    module._Folder.read = read_wrong
+
+
+@plant(
+    "fp8_has_a_large_channel",
+    f"{ENGINE}.fp8",
+    "quantization",
+    "a channel is a million times larger, which the norm before it divides back",
+    settings=FP8,
+    within=2,
+)
+def _(module: ModuleType) -> None:
+    rounded = module.rounded
+
+    def large(weight):
+        scaled = weight.clone()
+        scaled[:, 0] *= 2**20
+        values = rounded(scaled)
+        values[:, 0] /= 2**20  # the norm's part
+        return values
+
+    module.rounded = large

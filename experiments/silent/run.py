@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import further  # noqa: F401 - registers its plants
+from further import FP8
 from plants import ALL, LORA, Plant
 
 from laminar_py.ledger import read_events, reading
-from laminar_py.records.events import Alarmed, Stepped
+from laminar_py.records.events import Alarmed, Stepped, Unquantized
 
 HERE = Path(__file__).parent
 REPO = HERE.parents[1]
@@ -27,6 +27,7 @@ HEALTHY = {  # sound runs, in which every alarm is false
     "quickstart": (QUICKSTART, ("steps=40", "learner.checkpoint_every=5", "eval.every_steps=10")),
     "countdown": ("experiments/countdown/countdown.yaml", ("steps=25", "learner.checkpoint_every=5")),
     "turns": ("experiments/tool_calculator/tool_calculator.yaml", ("steps=25", "learner.checkpoint_every=5")),
+    "fp8": (QUICKSTART, (*FP8, "steps=40", "learner.checkpoint_every=5", "eval.every_steps=10")),
     "adapter": (QUICKSTART, (*LORA, "steps=25", "learner.checkpoint_every=5")),
     "fleet": ("configs/emulation/repack.yaml", ("steps=6", "rollout.replicas=4", "rollout.prompts_per_step=50")),
 }
@@ -72,6 +73,8 @@ def run(
     for ledger in sorted(folder.glob("*/*.sqlite"))[-1:]:
         with reading(ledger.parent) as connection:
             alarms = list(read_events(connection, Alarmed))
+            ended = read_events(connection, Unquantized)
+            alarms += [Alarmed(one.step, "quantization", "replicas", one.describe()) for one in ended]
             steps = len(list(read_events(connection, Stepped)))
     return Seen(alarms=alarms, steps=steps, exit_code=code, elapsed_s=time.monotonic() - began, output=output)
 

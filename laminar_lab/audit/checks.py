@@ -170,7 +170,8 @@ class VersionCheck(Check):
         self._loaded: dict[str, int] = {}  # by process, since its start
         self._waiting: dict[int, list[Violation]] = {}  # by version, in case it is never published
         self._early: dict[int, set[str]] = {}  # digests loaded before the publish, by version
-        self._verified: dict[tuple[int, int], VersionLoaded] = {}  # first, by version and number of GPUs
+        # first, by version, number of GPUs, and whether it is quantised
+        self._verified: dict[tuple[int, int, bool], VersionLoaded] = {}
         self._drains = False
         self._open = False  # whether the run has no recorded end
 
@@ -242,7 +243,8 @@ class VersionCheck(Check):
         """Compare the checksum of a verified load with the first one of the same layout."""
         if event.checksum is None:
             return []
-        first = self._verified.setdefault((event.version, event.checksum.count("-")), event)
+        layout = (event.version, event.checksum.count("-"), event.quantized)
+        first = self._verified.setdefault(layout, event)
         if first.checksum == event.checksum:
             return []
         held = f"is {first.checksum} in replica-{first.replica} and {event.checksum} in replica-{event.replica}"

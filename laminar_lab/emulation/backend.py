@@ -9,7 +9,7 @@ from pathlib import Path
 from laminar_lab.emulation.settings import SHORTEST, EmulationConfig, emulation_of, read_profile
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.config.cluster import Device
-from laminar_py.config.engine import Backend, EngineLaunch, LearnerStandIn, Speculation
+from laminar_py.config.engine import QUANTIZATION, Backend, EngineLaunch, LearnerStandIn, Speculation
 from laminar_py.engines import read_sizes
 from laminar_py.records import InferenceEngine, Recording
 from laminar_py.records.environment import Environments
@@ -42,6 +42,11 @@ def check(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.engine.speculation={config.rollout.engine.speculation}: an emulated engine has no texts to"
             " draft from; leave it out"
+        )
+    if config.rollout.engine.quantizes:
+        raise ConfigError(
+            f"{QUANTIZATION}={config.rollout.engine.quantization}: an emulated engine has no weights to round;"
+            " leave it out"
         )
     if algorithm.teacher is not None:
         raise ConfigError(

@@ -10,7 +10,7 @@ from laminar_lab.report.kit import Card
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.tails import Distribution, Measure, format_seconds
 from laminar_py.records.engine import DraftCounts, sum_drafts
-from laminar_py.records.events import Alarmed, Leased, RunStarted, SettingChanged, VersionLoaded
+from laminar_py.records.events import Alarmed, Leased, RunStarted, SettingChanged, Unquantized, VersionLoaded
 from laminar_py.records.host import counted
 from laminar_py.records.trajectory import Status
 
@@ -207,6 +207,8 @@ def headline(report: RunReport) -> list[Card]:
     for change in changes[-MOST_CHANGES:]:
         cards.append(Card("changed", f"step {change.step}", f"{change.describe()}{earlier}"))
         earlier = ""
+    for _, ended in report.snapshot.history.of_kind(Unquantized):
+        cards.append(Card("changed", f"step {ended.step}", ended.describe()))
     if report.diagnosis is not None:
         cards.append(Card("limited by", report.diagnosis.verdict.lower(), "the evidence is below"))
     for figure in FIGURES:

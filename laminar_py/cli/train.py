@@ -53,14 +53,15 @@ def train(
     settings = load_config(config, changes)
     if folder is not None and not resume:
         raise ConfigError(f"--run={folder}: names a run to resume; add --resume, or leave it out")
-    from laminar_py.ledger.requests import settings_on_record
+    from laminar_py.ledger.requests import rounding_on_record, settings_on_record
     from laminar_py.ledger.run_folder import newest_run, run_at
     from laminar_py.runtime.orchestrator.launch import launch
 
     run = (newest_run(settings) if folder is None else run_at(folder)) if resume else None
     if run is not None:
         load_config(run.config, changes)  # it is what `config.yaml` will say
-        in_file, settings = settings, load_config(run.config, [*settings_on_record(run, changes), *changes])
+        kept = [*settings_on_record(run, changes), *changes, *rounding_on_record(run, changes)]
+        in_file, settings = settings, load_config(run.config, kept)
         if ignored := ignored_settings(settings, in_file, file=config, alone=_load_alone(config) or in_file):
             print_line(f"{run.path} resumes with its own settings; {ignored}")
     summary = launch(settings, resume=run, overrides=changes, console=console)

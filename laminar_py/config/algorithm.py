@@ -300,6 +300,19 @@ class AlgorithmConfig(Section):
         chains = self.critic is not None  # values of later tokens are part of a token's advantage
         return not by_token or masks or chains or ALGORITHMS.get(self.name).objective is not None
 
+    def corrected(self) -> Self:
+        """Return the settings for engines that round their weights: with a correction, unless they say none.
+
+        TIS where a proximal policy is computed, else the mask of responses. `balance` needs no correction. Raises
+        `ConfigError` if the bounds of the mask are no range.
+        """
+        if "correction" in self.model_fields_set or self.objective is Objective.BALANCE:
+            return self
+        weighs = self.proximal is not Proximal.BEHAVIOUR
+        changed = self.model_copy(update={"correction": Correction.TIS if weighs else Correction.SEQUENCE_MASK})
+        changed._check_ratios()
+        return changed
+
     @property
     def normalises_step(self) -> bool:
         """True where advantages are normalised over a whole step, so that every group stays in it."""

@@ -8,6 +8,7 @@ from typing import cast
 
 import yaml
 
+from laminar_py.config.engine import Quantization
 from laminar_py.config.loading import parse_config, read_yaml, setting_names
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
@@ -82,6 +83,13 @@ def value_of(config: RunConfig, name: str) -> int | None:
 def scaled(config: RunConfig, replicas: int) -> RunConfig:
     """Return the config with another number of replicas. Raises `ConfigError`."""
     return changed(config, f"{REPLICAS}={replicas}")
+
+
+def unquantized(config: RunConfig) -> RunConfig:
+    """Return the config with engines that serve weights as published."""
+    tree = config.model_dump(mode="json")
+    tree["rollout"]["engine"]["quantization"] = Quantization.NONE.value
+    return parse_config(tree)
 
 
 def _check_fleet(config: RunConfig, replicas: int) -> None:

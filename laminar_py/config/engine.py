@@ -24,6 +24,8 @@ from laminar_py.records.environment import Environments
 from laminar_py.records.metrics import LearnerStarted, StepMetrics
 from laminar_py.records.trajectory import MicroBatch
 
+QUANTIZATION = "rollout.engine.quantization"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedFleet:
@@ -45,6 +47,14 @@ class Speculation(StrEnum):
     NGRAM = "ngram"
 
 
+class Quantization(StrEnum):
+    """Rounding of the weights that an engine serves; see `EngineConfig.quantization`."""
+
+    NONE = "none"
+    FP8 = "fp8"
+    FP8_KV = "fp8_kv"
+
+
 class EngineConfig(Section):
     """Inference engines. The settings of this table belong to every backend."""
 
@@ -61,6 +71,22 @@ class EngineConfig(Section):
     the prompt's other responses, under way and earlier, in steps that are faster by it. It samples the tokens that
     single steps sample, but for rounding, which depends on measured times, so runs repeat no longer bit by bit.
     `sglang`: the server's own n-gram drafts, on CUDA only and without `rollout.record`; not measured."""
+
+    quantization: Quantization = Quantization.NONE
+    """`fp8`: round the matrices of all layers to e4m3 at each load, which then is a whole one. `local` emulates it
+    with a scale for each block of 128 x 128, and computes in the model's type. `sglang`: the server's own scales
+    and kernels, for Qwen2 and Qwen3 in bf16 on CUDA; not measured. `fp8_kv`: the KV cache, too, `sglang` alone.
+    The loss then corrects the mismatch (`algorithm.correction`), and `max_mismatch` bounds it."""
+    max_mismatch: Annotated[float, Field(gt=0)] | None = None
+    """With `quantization`: where the log-probabilities that engines and learner give a step's fresh tokens differ
+    by more nats in the mean, the run says so in one line, and its replicas start again without quantisation, for
+    good. So do 16 probes of a replica beyond half a nat. A resume keeps that, unless it names a bound above the
+    mismatch on record. None: 0.05 if all compute in fp32 on CPUs, else 0.1."""
+
+    @property
+    def quantizes(self) -> bool:
+        """True where engines serve rounded weights."""
+        return self.quantization is not Quantization.NONE
 
     @property
     def drafts_exactly(self) -> bool:

@@ -41,8 +41,13 @@ class LoraConfig(Section):
         return self
 
 
-def check_lora(lora: LoraConfig | None, *, random_start: bool) -> None:
-    """Raise `ConfigError` for adapters whose base model has no folder; backends check the adapters' layers."""
+def check_lora(lora: LoraConfig | None, *, random_start: bool, quantizes: bool) -> None:
+    """Raise `ConfigError` for adapters whose base model has no folder or is rounded; backends check layers."""
+    if lora is not None and quantizes:
+        raise ConfigError(
+            "rollout.engine.quantization: rounds published weights, and learner.lora publishes adapters alone;"
+            " leave out one of the two"
+        )
     if lora is not None and random_start:
         raise ConfigError(
             "model.from_scratch=true: with learner.lora only adapters are published, so engines need the base"

@@ -120,6 +120,13 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _fill_in_correction(self) -> Self:
+        """Correct the mismatch of engines that round their weights, unless the section says otherwise."""
+        if self.rollout.engine.quantizes:
+            self.__dict__["algorithm"] = self.algorithm.corrected()
+        return self
+
+    @model_validator(mode="after")
     def _check(self) -> Self:
         """Check settings of different sections against each other. Raises `ConfigError`."""
         algorithm, rollout = self.algorithm, self.rollout
@@ -136,7 +143,7 @@ class RunConfig(Section):
         )
         check_reference(algorithm, random_start=random_start)
         check_teaching(algorithm, rollout, self.reward)
-        check_lora(self.learner.lora, random_start=random_start)
+        check_lora(self.learner.lora, random_start=random_start, quantizes=rollout.engine.quantizes)
         check_schedule(self.schedule, self.staleness, publish_every=self.learner.publish_every)
         check_planner(self.repack, self.schedule, rollout)
         check_evaluation(self.eval, rollout)

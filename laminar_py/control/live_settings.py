@@ -6,7 +6,7 @@ the scheduler from the learner's next batch on, so each batch follows one bound 
 
 from collections.abc import Callable, Iterable
 
-from laminar_py.config.changes import BOUND, PUBLISH_EVERY, changed, parse_change, value_of
+from laminar_py.config.changes import BOUND, PUBLISH_EVERY, changed, parse_change, unquantized, value_of
 from laminar_py.config.run import RunConfig
 from laminar_py.control.consumption import StepBatch
 from laminar_py.control.scheduler import TrajectoryScheduler
@@ -80,6 +80,10 @@ class LiveSettings:
         self._moved.remove(name)
         self._steering.hold(name)
         return True
+
+    def unquantize(self) -> None:
+        """Let engines that start from now on serve weights as published."""
+        self.config = unquantized(self.config)
 
     def adopt(self, config: RunConfig) -> None:
         """Continue the run with a config that the user changed; control measures again."""

@@ -33,6 +33,7 @@ from laminar_py.records.events import (
     Scaled,
     Scored,
     Undone,
+    Unquantized,
 )
 from laminar_py.records.scoring import GroupRewards
 from laminar_py.records.spans import decode_spans, replace_spans
@@ -74,6 +75,7 @@ class Recovered:
     eval_sampling: dict[str, str] = field(default_factory=dict)  # of the last start, by evaluation set
     consumed: tuple[ConsumedGroup, ...] = ()  # the last groups that may be replayed, in order of consumption
     frozen: tuple[FrozenLoaded, ...] = ()  # frozen models that ran beside the learner, in order
+    unquantized: bool = False  # engines went back to weights as published
 
 
 def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: True, kept: int = 0) -> Recovered:
@@ -107,6 +109,7 @@ def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: Tru
             eval_sampling=started.eval_sampling if (started := last_start(connection)) else {},
             consumed=tuple(_consumed(connection, step, kept)) if kept else (),
             frozen=tuple(read_events(connection, FrozenLoaded)),
+            unquantized=any(True for _ in read_events(connection, Unquantized)),
         )
 
 

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from laminar_py.config.changes import REPLICAS, values_named
+from laminar_py.config.engine import QUANTIZATION, Quantization
+from laminar_py.config.loading import load_config
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import read_events
 from laminar_py.ledger.run_folder import LOCK, RunFolder
-from laminar_py.records.events import Event, RunStarted, Scaled, SettingChanged
+from laminar_py.records.events import Event, RunStarted, Scaled, SettingChanged, Unquantized
 from laminar_py.records.host import write_file
 
 WANTED = "wanted_settings"
@@ -97,6 +99,20 @@ def settings_on_record(run: RunFolder, changes: Sequence[str]) -> list[str]:
         return kept
     urls = [f"rollout.engine.urls=[{','.join(fleet.servers)}]"] if fleet.servers else []
     return [f"rollout.replicas={len(fleet.replicas)}", *urls, *kept]
+
+
+def rounding_on_record(run: RunFolder, changes: Sequence[str]) -> list[str]:
+    """Return the setting by which engines stay unquantised, to be read after the `changes` of a resume.
+
+    None if this resume has a bound above every mismatch for which engines went back to published weights.
+    """
+    if not run.has_ledger:
+        return []
+    bound = load_config(run.config, list(changes)).rollout.engine.max_mismatch
+    with reading(run.ledger) as connection:
+        ended = list(read_events(connection, Unquantized))
+    stays = any(bound is None or event.mismatch > bound for event in ended)
+    return [f"{QUANTIZATION}={Quantization.NONE}"] if stays else []
 
 
 def last_settings(events: Iterable[Event]) -> dict[str, int | None]:

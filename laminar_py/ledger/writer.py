@@ -35,6 +35,7 @@ from laminar_py.records.events import (
     SettingChanged,
     Stepped,
     StepSkipped,
+    Unquantized,
     VersionLoaded,
     VersionPublished,
 )
@@ -197,7 +198,7 @@ def _subject(event: AnyEvent) -> str:
             return event.part
         case SettingChanged():
             return event.name
-        case Stepped() | StepSkipped() | RefillStopped() | Checkpointed() | RolledBack():
+        case Unquantized() | Stepped() | StepSkipped() | RefillStopped() | Checkpointed() | RolledBack():
             return f"step-{event.step}"
         case _:
             return ""

@@ -75,6 +75,25 @@ class SettingChanged(Event, frozen=True, kw_only=True):
         return f"{self.name}={self.value} by {self.by}" + (f", since {self.reason}" if self.reason else "")
 
 
+class Unquantized(Event, frozen=True, kw_only=True):
+    """Engines that round weights (`rollout.engine.quantization`) differed from the learner by more than
+    `rollout.engine.max_mismatch`, so all replicas start again and serve the weights as published.
+
+    E.g. `Unquantized(step=12, mismatch=0.31, where="fresh tokens of step 12")`.
+    """
+
+    step: int  # of the learner
+    mismatch: float  # mean difference of a token's log-probability, nats
+    where: str
+
+    def describe(self) -> str:
+        """Text for a line or a report, e.g. "replicas serve unquantised weights from now on, since ..."."""
+        return (
+            f"replicas serve unquantised weights from now on, since log-probabilities of {self.where} differ by"
+            f" {self.mismatch:.3g} nats in the mean between engines and learner"
+        )
+
+
 class ReplicaLeft(Event, frozen=True):
     """A leaving replica has no trajectories any more, and its process has ended, e.g. `ReplicaLeft(4)`."""
 
@@ -287,6 +306,7 @@ class VersionLoaded(Event, frozen=True, kw_only=True):
     elapsed_s: float
     base: int | None = None  # version that the engine changed into this one; None: it loaded the whole version
     checksum: str | None = None  # of the engine's tensors; None: not verified
+    quantized: bool = False  # the engine rounded the published tensors before the checksum
     stale: tuple[str, ...] = ()  # tensors of the engine that did not follow the published ones, or not exactly
 
 
@@ -468,6 +488,7 @@ AnyEvent = (
     RunStarted
     | Scaled
     | SettingChanged
+    | Unquantized
     | ReplicaLeft
     | RunEnded
     | Issued

@@ -18,6 +18,7 @@ class WeightsChecksum(msgspec.Struct, frozen=True):
 
     total: str  # one hash for each GPU, joined by dashes; "": the engine cannot tell
     tensors: dict[str, str] = {}  # by the engine's name; empty: the engine tells the total alone
+    quantized: bool = False  # the engine rounded the published weights
 
 
 class NextToken(msgspec.Struct, frozen=True):

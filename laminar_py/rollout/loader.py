@@ -17,6 +17,7 @@ from pathlib import Path
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.records.engine import InferenceEngine, PauseMode, RefusedError
 from laminar_py.records.events import VersionLoaded
+from laminar_py.records.proofs import WeightsChecksum
 from laminar_py.records.weights import PulledVersion, VersionLostError, WeightSource
 from laminar_py.rollout.outbox import Outbox
 from laminar_py.rollout.streams import Streams
@@ -151,10 +152,10 @@ class WeightLoader:
         await self.end_probe()
         base = await self._apply(pulled)
         fell_back = base is None and bool(pulled.changes)
-        checksum: str | None = None
+        found: WeightsChecksum | None = None
         stale: tuple[str, ...] = ()
         if self._verify_every and (fell_back or pulled.version >= self._next_verified):
-            checksum, stale = await self._verify(pulled, base)
+            found, stale = await self._verify(pulled, base)
         self.version = pulled.version
         self._streams.serving.set()
         elapsed = self._out.clock.now() - began
@@ -165,7 +166,8 @@ class WeightLoader:
                 digest=pulled.digest,
                 elapsed_s=elapsed,
                 base=base,
-                checksum=checksum,
+                checksum=(found.total or None) if found is not None else None,
+                quantized=found is not None and found.quantized,
                 stale=stale,
             )
         )
@@ -188,8 +190,10 @@ class WeightLoader:
         await self._engine.load_weights(Path(pulled.path), pulled.version)
         return None
 
-    async def _verify(self, pulled: PulledVersion, base: int | None) -> tuple[str | None, tuple[str, ...]]:
-        """Hash the engine's tensors. Returns the total and the tensors that did not follow the files.
+    async def _verify(
+        self, pulled: PulledVersion, base: int | None
+    ) -> tuple[WeightsChecksum | None, tuple[str, ...]]:
+        """Hash the engine's tensors. Returns the hashes and the tensors that did not follow the files.
 
         After changes since `base` it loads the whole version, too, and compares. If the folder is gone, the next
         load is verified.
@@ -208,4 +212,4 @@ class WeightLoader:
             wrong = differing(changed, found)
         stale = await self._tensors.stale(Path(pulled.path), found)
         self._next_verified = (pulled.version // self._verify_every + 1) * self._verify_every
-        return found.total or None, tuple(dict.fromkeys((*wrong, *stale)))
+        return found, tuple(dict.fromkeys((*wrong, *stale)))

@@ -31,7 +31,8 @@ FUSED = (  # engine's name -> names in the files
     (re.compile(r"\bexperts\\\.w13_weight$"), r"experts\.\d+\.(gate|up)_proj\.weight"),
     (re.compile(r"\bexperts\\\.w2_weight$"), r"experts\.\d+\.down_proj\.weight"),
 )
-SHARD_LOADS = 3  # verified loads in a row; the part of a tensor on one of several GPUs may stay equal once
+# verified loads in a row; the part of a tensor on one of several GPUs may stay equal once, as may rounded values
+SEVERAL_LOADS = 3
 
 
 def differing(one: WeightsChecksum, other: WeightsChecksum) -> tuple[str, ...]:
@@ -59,7 +60,7 @@ class TensorWatch:
         ]
         self._stood = Counter({name: self._stood[name] + 1 for name in stood})
         self._files, self._tensors = files, checksum.tensors
-        least = SHARD_LOADS if "-" in checksum.total else 1
+        least = SEVERAL_LOADS if "-" in checksum.total or checksum.quantized else 1
         return tuple(name for name, loads in self._stood.items() if loads >= least)
 
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from laminar_py.config.algorithm import Advantage, AlgorithmConfig, ReferencePass
+from laminar_py.config.changes import unquantized
 from laminar_py.config.engine import BACKENDS
 from laminar_py.config.loading import dump_config, load_config, parse_config
 from laminar_py.config.run import RunConfig
@@ -445,6 +446,43 @@ def test_engines_that_cannot_draft_refuse_speculation(engine, record, line):
     rollout = {"engine": {**engine, "speculation": "ngram"}, "record": record, "replicas": 1}
     with pytest.raises(ConfigError, match=rf"^rollout\.engine\.{re.escape(line)}"):
         parse_config({**MINIMAL, "rollout": rollout})
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "line"),
+    [
+        (CPU, "fp8", "SGLang rounds weights on CUDA only; leave it out"),
+        (
+            {**SGLANG, "urls": ["http://10.0.0.5:30000"]},
+            "fp8",
+            "a running server chose at its start; leave it out",
+        ),
+        ({"kind": "local"}, "fp8_kv", "the embedded engine rounds weights alone; set it to fp8"),
+        (EMULATED["engine"], "fp8", "an emulated engine has no weights to round; leave it out"),
+    ],
+)
+def test_engines_that_cannot_round_weights_refuse_it(engine, kind, line):
+    rollout = {"engine": {**engine, "quantization": kind}, "replicas": 1}
+    with pytest.raises(ConfigError, match=rf"^rollout\.engine\.quantization={kind}: {re.escape(line)}"):
+        parse_config({**MINIMAL, "rollout": rollout})
+
+
+def test_rounded_weights_bring_a_correction_which_the_config_may_choose():
+    rounds = {**MINIMAL, "rollout": {"engine": {"quantization": "fp8"}}}
+    for algorithm, correction in (
+        ({}, "sequence_mask"),
+        ({"proximal": "recompute"}, "tis"),
+        ({"correction": "none"}, "none"),
+        ({"name": "decoupled_ppo"}, "tis"),
+    ):
+        config = parse_config({**rounds, "algorithm": algorithm})
+        assert config.algorithm.correction == correction
+        assert unquantized(config).algorithm == config.algorithm, "the loss stays as it is"
+    assert parse_config(MINIMAL).algorithm.correction == "none"
+    with pytest.raises(ConfigError, match="correction_low=3"):
+        parse_config({**rounds, "algorithm": {"correction_low": 3.0}})
+    with pytest.raises(ConfigError, match=r"^rollout\.engine\.quantization: .*learner\.lora"):
+        parse_config({**rounds, "learner": {"lora": {"rank": 4}}})
 
 
 def test_engines_speculate_where_they_can():

@@ -1,6 +1,7 @@
 """Ranking: what fits, what is refused, that the simulator judges, and what is written of it."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -53,6 +54,13 @@ def test_formulas_alone_rank_all_placements_where_no_time_is_left_for_simulation
     assert plan.best.judgement is None
     assert plan.best.tokens_per_s == max(estimate(request, one).tokens_per_s for one in placements(request))
     assert list(describe_plan(plan))[-1] == f"{plan.considered} placements fit; these are ranked by formula alone"
+
+
+def test_a_plan_says_what_the_published_speed_of_fp8_would_change(small):
+    (line,) = [one for one in describe_plan(small) if "quantization=fp8" in one]
+    ((faster, now),) = re.findall(r"([\d,]+) tokens/s in place of ([\d,]+)", line)
+    assert 1.0 <= float(faster.replace(",", "")) / float(now.replace(",", "")) <= 1.41
+    assert "not measured" in line
 
 
 def test_where_the_time_ends_after_a_round_the_simulated_placements_are_ranked():

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from laminar_py.records.engine import Delta, GenerateRequest, SamplingParams
 from laminar_py.records.proofs import WeightsChecksum
-from laminar_py.rollout.verifying import SHARD_LOADS, Prober, TensorWatch
+from laminar_py.rollout.verifying import SEVERAL_LOADS, Prober, TensorWatch
 
 NAMES = (
     "model.embed_tokens.weight",
@@ -74,9 +74,9 @@ async def test_tensors_that_an_engine_fuses_are_those_of_their_files(
 
 
 async def test_a_part_on_one_of_several_gpus_may_stay_once(tmp_path: Path) -> None:
-    versions = [({NAMES[1]: float(number)}, {f"1/{NAMES[1]}": "1"}) for number in range(SHARD_LOADS + 1)]
+    versions = [({NAMES[1]: float(number)}, {f"1/{NAMES[1]}": "1"}) for number in range(SEVERAL_LOADS + 1)]
     found = await stale(tmp_path, versions, total="x-y")
-    assert found == [()] * SHARD_LOADS + [(f"1/{NAMES[1]}",)]
+    assert found == [()] * SEVERAL_LOADS + [(f"1/{NAMES[1]}",)]
 
 
 async def test_an_engine_that_tells_no_tensors_is_not_accused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from laminar_py.config.algorithm import ALGORITHMS, Aggregation, AlgorithmConfig, Correction, Objective
 from laminar_py.config.learner import LearnerConfig
 from laminar_py.config.rollout import SamplingConfig
+from laminar_py.control.alarms.quantization import LEAST_FRESH
 from laminar_py.control.consumption import StepBatch
 from laminar_py.learner.schedule import lr_factor
 from laminar_py.records.columns import Source
@@ -20,7 +21,6 @@ SCALE = 0.2  # of the loss: ratios near 1 change it less
 APART, OF_PENALTY = 1e-4, 0.1  # of advantages and penalties, where ratios are 1
 MOVES = 8  # steps over which updates are counted
 LEAST_MOVED, UPHILL = 32, 0.75  # of tensors
-LEAST_FRESH = 64  # tokens of the newest version whose mean is compared
 LEAST, COPIED = 256, 0.9  # of tokens
 AGREES = 1e-3  # relative difference of sums in fp32
 ROUNDING = 2.0**-16  # of log p + H in fp32: where the policy is sure, both are near 0, and logits are not
@@ -55,8 +55,13 @@ class StepCheck:
         self._refers_to_start = algorithm.has_reference and algorithm.reference is None
         self._moved: deque[tuple[int, int]] = deque(maxlen=MOVES)  # (moved, uphill) of the last steps
 
-    def observe(self, batch: StepBatch, metrics: StepMetrics, *, step: int, made: int) -> Iterator[Alarm]:
-        """Take a step of the run, by which the learner has `made` so many: not those without trajectories."""
+    def observe(
+        self, batch: StepBatch, metrics: StepMetrics, *, step: int, made: int, compares: bool = True
+    ) -> Iterator[Alarm]:
+        """Take a step of the run, by which the learner has `made` so many: not those without trajectories.
+
+        It `compares` if engines computed fresh tokens with the learner's weights.
+        """
         proof = metrics.proof
         if proof is None:
             return
@@ -92,7 +97,7 @@ class StepCheck:
                 f"step 1: the reference model is the policy's start, and its log-probabilities differ by"
                 f" {proof.reference_gap:.3g} from the policy's; compare both models",
             )
-        if metrics.mismatch.mean > gap:
+        if compares and metrics.mismatch.mean > gap:
             yield Alarm(
                 "probes",
                 "learner",

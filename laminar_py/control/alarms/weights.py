@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -85,6 +85,7 @@ FOLLOWED = 0.5  # share of the learner's movement that an engine must show
 SIGMAS = 6.0
 GAPS = 16  # answers over which differences are averaged
 OLDER = 4.0  # times nearer to the version before: the engine has that version
+FAR = 1.0  # movement of the learner in nats, beside which the rounding of weights is small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,18 +185,20 @@ class ProbeCheck:
       1, so that a late failure is found as soon.
     """
 
-    def __init__(self, *, tolerance: Tolerance) -> None:
+    def __init__(self, *, tolerance: Tolerance, compares: Callable[[int], bool] = lambda version: True) -> None:
         self._tolerance = tolerance
+        self._compares = compares  # whether engines serve a version as published, and must agree with the learner
         self._known: dict[int, Sequence[ProbeDistribution]] = {}  # by version, in order
         self._before: dict[int, Sequence[ProbeDistribution]] = {}  # the version before
         self._first: Sequence[ProbeDistribution] | None = None
         self._waiting: defaultdict[int, list[tuple[int, ProbeAnswer]]] = defaultdict(list)  # by version
-        self._movement: defaultdict[int, _Movement] = defaultdict(_Movement)  # by replica
+        # by replica, and whether its weights are as published
+        self._movement: defaultdict[tuple[int, bool], _Movement] = defaultdict(_Movement)
         # by replica: version, probe and token of the answers to its last version
         self._moved: defaultdict[int, set[tuple[int, int, int]]] = defaultdict(set)
         self._odds: dict[str, Odds] = {}  # by replica, and of all engines together, in logs
-        # by replica: differences of its last answers from the learner's version, and from the version before
-        self._gaps: dict[str, deque[tuple[float, float]]] = {}
+        # likewise: differences of its last answers from the learner's version, and from the version before
+        self._gaps: dict[tuple[str, bool], deque[tuple[float, float]]] = {}
 
     def computed(self, version: int, tokens: Sequence[NextToken]) -> Iterator[Alarm]:
         """Take the learner's distributions of a version, and judge the answers that came before them."""
@@ -230,10 +233,11 @@ class ProbeCheck:
             if self._moved[replica] and next(iter(self._moved[replica]))[0] != answer.version:
                 self._moved[replica].clear()
             self._moved[replica].add(key)
-            movement = self._movement[replica]
+            compares = self._compares(answer.version)
+            movement = self._movement[replica, compares]
             movement.add(logprob - start, answer.logprob - start)
-            if movement.lags(self._tolerance.movement):
-                self._movement[replica] = _Movement()
+            if movement.lags(self._tolerance.movement if compares else FAR):
+                del self._movement[replica, compares]
                 yield Alarm(
                     "probes",
                     part,
@@ -256,9 +260,12 @@ class ProbeCheck:
     def _compare(self, part: str, answer: ProbeAnswer, logprob: float) -> Iterator[Alarm]:
         """Compare an answer with the learner's `logprob`."""
         gap = abs(answer.logprob - logprob) if math.isfinite(answer.logprob) else math.inf
-        gaps = self._gaps.setdefault(part, deque(maxlen=GAPS))
+        compares = self._compares(answer.version)
+        gaps = self._gaps.setdefault((part, compares), deque(maxlen=GAPS))
         before = self._before[answer.version][answer.probe].logprob(answer.token)
         gaps.append((gap, gap if before is None else abs(answer.logprob - before)))
+        if not compares and gap < math.inf:
+            return
         own, older = (sum(side) / len(gaps) for side in zip(*gaps, strict=True))
         is_older = own > self._tolerance.rounding and older * OLDER < own
         is_apart = sum(one > self._tolerance.single for one, _ in gaps) >= self._tolerance.several
@@ -270,6 +277,15 @@ class ProbeCheck:
                 f"gives a token log-probability {answer.logprob:.3f} under version {answer.version}, the learner"
                 f" {logprob:.3f}{self._as_version(answer)}; compare model.path, the engine's flags and adapters",
             )
+
+    @property
+    def largest_mean(self) -> float:
+        """Mean difference in nats over the last `GAPS` answers of the replica that differs most; NaN without any.
+
+        Only answers of versions that are not compared count: engines round their weights.
+        """
+        kept = (gaps for (_, compares), gaps in self._gaps.items() if not compares and len(gaps) == GAPS)
+        return max((sum(own for own, _ in gaps) / GAPS for gaps in kept), default=math.nan)
 
     def _as_version(self, answer: ProbeAnswer) -> str:
         """Words on an older version whose log-probability the answer has, "" without one."""

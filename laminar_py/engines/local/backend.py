@@ -1,7 +1,8 @@
 """The embedded engine as a backend, with the settings of every backend. It runs on one thread of its process."""
 
-from laminar_py.config.engine import Backend, EngineConfig, EngineLaunch, Speculation
+from laminar_py.config.engine import QUANTIZATION, Backend, EngineConfig, EngineLaunch, Quantization, Speculation
 from laminar_py.config.run import RunConfig
+from laminar_py.config.section import ConfigError
 from laminar_py.engines.local.spec import read_config
 from laminar_py.records.engine import InferenceEngine
 
@@ -21,9 +22,17 @@ async def open_engine(config: RunConfig, launch: EngineLaunch) -> InferenceEngin
         kv_capacity=rollout.kv_tokens,
         record=rollout.record,
         drafts=rollout.engine.speculation is Speculation.NGRAM,
+        quantized=rollout.engine.quantizes,
     )
     await engine.start()
     return engine
+
+
+def check(config: RunConfig) -> None:
+    """Raise `ConfigError` for a rounding that the engine does not emulate."""
+    kind = config.rollout.engine.quantization
+    if kind is Quantization.FP8_KV:
+        raise ConfigError(f"{QUANTIZATION}={kind}: the embedded engine rounds weights alone; set it to fp8")
 
 
 def check_start(config: RunConfig) -> None:
@@ -31,4 +40,4 @@ def check_start(config: RunConfig) -> None:
     read_config(config.model.path)
 
 
-LOCAL = Backend(settings=EngineConfig, open=open_engine, check_start=check_start)
+LOCAL = Backend(settings=EngineConfig, open=open_engine, check=check, check_start=check_start)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -47,8 +48,9 @@ class LocalEngine(StreamingEngine[Scheduler]):
         stream_interval: int = 32,
         record: tuple[Recording, ...] = (),
         drafts: bool = False,
+        quantized: bool = False,
     ) -> None:
-        spec = ModelSpec.read(model_dir)
+        spec = replace(ModelSpec.read(model_dir), quantized=quantized)
         if Recording.ROUTED_EXPERTS in record and spec.mixture is None:
             raise ConfigError(
                 f"rollout.record=routed_experts: the model in model.path={model_dir} has no experts; leave it out"

@@ -97,13 +97,15 @@ class LocalModel:
 
     @property
     def takes_changes(self) -> bool:
-        """True if it serves the values of a version's files, and no adapter merged into its base."""
-        return self._weights is not None and self._base is None
+        """True if it serves the values of a version's files, neither rounded to fp8 nor with an adapter merged."""
+        return self._weights is not None and self._base is None and not self._spec.quantized
 
     def change(self, files: Sequence[Path], version: int, *, served: int) -> None:
         """Put changes since the `served` version into the weights; all of them, or `RefusedError`."""
         if not self.takes_changes:
-            raise RefusedError(f"version {version}: no whole version is served; load the whole version")
+            raise RefusedError(
+                f"version {version}: its files' values are not served as they are; load the whole version"
+            )
         changes = zip(files, read_changes(files, version, served=served), strict=True)
         apply_changes(list(changes), self._views, dtype=self._spec.dtype)
 

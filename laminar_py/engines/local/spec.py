@@ -105,6 +105,7 @@ class ModelSpec:
     tied: bool  # the output head is the embedding
     dtype: "torch.dtype"
     mixture: Mixture | None = None
+    quantized: bool = False  # serve weights as fp8 rounds them (`engines.local.fp8`)
 
     @property
     def num_queries_per_kv(self) -> int:

@@ -18,6 +18,7 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from laminar_py.engines.local import fp8
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.engine import RefusedError
 from laminar_py.records.proofs import WeightsChecksum
@@ -127,7 +128,8 @@ class Weights:
             digest = blake3(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
             digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
             hashes[name] = digest.hexdigest(length=16)
-        return WeightsChecksum(blake3("\n".join(hashes.values()).encode()).hexdigest(), hashes)
+        total = blake3("\n".join(hashes.values()).encode()).hexdigest()
+        return WeightsChecksum(total, hashes, quantized=spec.quantized)
 
     def in_file_order(self, spec: ModelSpec) -> dict[str, list[FileView]]:
         """Return views of the served values by the names in the files; a tied embedding has two."""
@@ -212,7 +214,7 @@ def projections(spec: ModelSpec) -> dict[str, Projection]:
 def load_weights(folder: Path, *, spec: ModelSpec) -> Weights:
     """Load the weights in all `*.safetensors` of `folder`. `RefusedError` names a missing or misshapen tensor."""
     with ExitStack() as stack:
-        files = _Folder(folder, stack, dtype=spec.dtype)
+        files = _Folder(folder, stack, dtype=spec.dtype, quantized=spec.quantized)
         embedding = files.read("model.embed_tokens.weight", spec.vocab, spec.hidden)
         head = embedding if spec.tied else files.read("lm_head.weight", spec.vocab, spec.hidden)
         return Weights(
@@ -224,10 +226,10 @@ def load_weights(folder: Path, *, spec: ModelSpec) -> Weights:
 
 
 class _Folder:
-    """The tensors of a folder's safetensors files, memory-mapped if `dtype` allows."""
+    """The tensors of a folder's safetensors files, memory-mapped if `dtype` allows; `quantized` as by fp8."""
 
-    def __init__(self, folder: Path, stack: ExitStack, *, dtype: torch.dtype) -> None:
-        self._folder, self._dtype = folder, dtype
+    def __init__(self, folder: Path, stack: ExitStack, *, dtype: torch.dtype, quantized: bool) -> None:
+        self._folder, self._dtype, self._quantized = folder, dtype, quantized
         try:
             files = [stack.enter_context(safe_open(path, framework="pt")) for path in folder.glob("*.safetensors")]
         except SafetensorError as error:
@@ -247,6 +249,8 @@ class _Folder:
                 f"weights={self._folder}: {name} has shape {tuple(tensor.shape)}, but the model"
                 f" needs {shape}; publish weights of model.path"
             )
+        if self._quantized and fp8.is_quantized(name):
+            tensor = fp8.rounded(tensor)
         return tensor.to(self._dtype)
 
 

@@ -6,12 +6,13 @@ Owns all checks of such a run: of its config, of a host that launches servers, a
 import asyncio
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
 from laminar_py.config.cluster import Device, LeaseCache
-from laminar_py.config.engine import Backend, EngineLaunch, Speculation
+from laminar_py.config.engine import QUANTIZATION, Backend, EngineLaunch, Speculation
 from laminar_py.config.learner import LoraConfig, LoraTarget
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.config.run import RunConfig
@@ -28,6 +29,8 @@ from laminar_py.engines.sglang.settings import Flag, SGLangConfig, section_of, s
 from laminar_py.records.engine import EngineLostError, InferenceEngine
 
 # ---- limits of SGLang
+
+ROUNDED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")  # models that its loader for RL reloads
 
 
 def check(config: RunConfig) -> None:
@@ -81,12 +84,29 @@ def _check_lora(config: RunConfig, lora: LoraConfig, urls: Sequence[str]) -> Non
         )
 
 
+def _check_rounding(folder: Path) -> None:
+    """Raise `ConfigError` for a model that SGLang's loader for RL cannot round, or not as it is published."""
+    name, fault = (read_sizes(folder).architectures or ["a model"])[0], ""
+    if name not in ROUNDED:
+        fault = (
+            f"SGLang reloads rounded weights of {', '.join(ROUNDED)} alone, not of {name}; leave quantization out"
+        )
+    elif served_dtype(folder) != "bfloat16":
+        fault = "config.json has another dtype than bfloat16, whose values SGLang rounds; set it to bfloat16"
+    elif not any(folder.glob("*.safetensors")):
+        fault = "a server that rounds begins with the weights in this folder; name a folder with weights"
+    if fault:
+        raise ConfigError(f"model.path={folder}: with {QUANTIZATION} {fault}")
+
+
 # ---- checks of hosts and servers
 
 
 def check_start(config: RunConfig) -> None:
     """Raise `ConfigError` if a running server or this host's SGLang does not suffice."""
     section = section_of(config)
+    if section.quantizes:
+        _check_rounding(config.model.path)
     if section.urls:
         asyncio.run(_check_servers(config, section))
     elif config.cluster.address is None:  # else `preflight.node_checks` checks the nodes of replicas
@@ -197,6 +217,7 @@ def _server_of(config: RunConfig, launch: EngineLaunch) -> ServerSpec:
         start_timeout_s=section.start_timeout_s,
         shared_gpus=launch.shared_gpus,
         speculates=section.speculation is Speculation.NGRAM,
+        quantization=section.quantization,
     )
 
 

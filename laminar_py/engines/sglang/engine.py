@@ -51,6 +51,7 @@ LOAD_S = 600.0
 START_S = 900.0
 CHANGES, TAKES_CHANGES = "laminar_changes", "[laminar: takes changes]"  # as in `plugin/laminar_changes.py`
 HALF_CHANGED = "[laminar: half changed]"  # as there
+SCALES = (".weight_scale", ".weight_scale_inv")  # names of tensors beside rounded weights
 CACHE = ["kv_cache"]  # the tag of the memory that a release gives back
 _NO_IDS = np.empty(0, np.int32)
 _NO_LOGPROBS = np.empty(0, np.float32)
@@ -413,7 +414,7 @@ class SGLangEngine:
         pairs = zip(names, answer.ranks, strict=True)
         hashes = {prefix + name: value for prefix, rank in pairs for name, value in rank.checksums.items()}
         total = "-".join(rank.per_gpu_checksum for rank in answer.ranks)
-        return WeightsChecksum(total, hashes)
+        return WeightsChecksum(total, hashes, quantized=any(name.endswith(SCALES) for name in hashes))
 
     # ---- state
 

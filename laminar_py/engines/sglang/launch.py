@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_py.config.cluster import Device
+from laminar_py.config.engine import Quantization
 from laminar_py.config.learner import LoraConfig
 from laminar_py.config.reward import RewardConfig, ServerPoolConfig
 from laminar_py.config.section import ConfigError
@@ -32,8 +33,10 @@ _ALONE = "a server is one replica on one node; set rollout.replicas or rollout.e
 _CHOSEN = "the run chooses it; leave it out"
 _THRESHOLDS = ("speculative-accept-threshold-single", "speculative-accept-threshold-acc")
 _EXACT = "only 1.0 draws from the model's distribution; leave it out"
+_ROUNDING = ("quantization", "kv-cache-dtype")
 _RESERVED = {  # every spelling of a flag -> remedy
     "speculative-algorithm": "set rollout.engine.speculation",
+    **dict.fromkeys(_ROUNDING, "set rollout.engine.quantization"),
     **dict.fromkeys(("host", "port", "api-key", "admin-api-key", "config"), _CHOSEN),
     **dict.fromkeys(("model-path", "model"), "set model.path"),
     **dict.fromkeys(("tp-size", "tensor-parallel-size"), "set rollout.engine.tensor_parallel"),
@@ -118,12 +121,12 @@ def replica_server(
     start_timeout_s: float = 900.0,
     shared_gpus: str = "",
     speculates: bool = False,
+    quantization: Quantization = Quantization.NONE,
 ) -> ServerSpec:
     """Describe a server of one replica, for trajectories of `max_len` tokens.
 
-    The server reads `config.json`, and with `lora` the weights beside it, the base of adapters. `kv_capacity=None`
-    fills the GPU's memory. Stream messages have `stream_interval` tokens; `mask_tokens` is the top-k of masks.
-    The user's `flags` override ours. Raises `ConfigError` for settings that can never start.
+    The server reads `config.json`, and with `lora` the weights beside it. `kv_capacity=None` fills the GPU's
+    memory; `mask_tokens` is the top-k of masks. The user's `flags` override ours. Raises `ConfigError`.
     """
     if device is Device.CPU and kv_capacity is None:
         raise ConfigError("rollout.kv_capacity=None: on a CPU it would take all memory; set a number of tokens")
@@ -138,7 +141,7 @@ def replica_server(
         "stream-interval": stream_interval,
         "incremental-streaming-output": True,
         "skip-tokenizer-init": True,
-        **_feature_flags(record, lora, mask_tokens, speculates=speculates),
+        **_feature_flags(record, lora, mask_tokens, speculates=speculates) | _rounding_flags(quantization),
     }
     return ServerSpec(
         python=python,
@@ -186,6 +189,17 @@ def _feature_flags(
     return flags
 
 
+def _rounding_flags(quantization: Quantization) -> dict[str, Flag]:
+    """Flags of a server that rounds weights at each load: SGLang does so only with its loader for RL.
+
+    That loader begins with the weights in the model's folder, and keeps their fp8 parameters and scales for loads.
+    """
+    if quantization is Quantization.NONE:
+        return {}
+    flags: dict[str, Flag] = {"quantization": "fp8", "load-format": "flash_rl"}
+    return flags if quantization is Quantization.FP8 else {**flags, "kv-cache-dtype": "fp8_e4m3"}
+
+
 def pool_server(
     pool: str, settings: ServerPoolConfig, log: Path, *, host: str = LOOPBACK, first_gpu: int = 0
 ) -> ServerSpec:
@@ -202,7 +216,8 @@ def pool_server(
     reserved = dict.fromkeys([*_RESERVED, "served-model-name"], _CHOSEN)
     reserved |= dict.fromkeys(("model-path", "model"), f"set {field}.model")
     reserved |= dict.fromkeys(("tp-size", "tensor-parallel-size", "device"), f"set {field}.gpus")
-    for name in ("dtype", "speculative-algorithm", *_THRESHOLDS):  # no law needs the exact distribution of a judge
+    # no law needs the exact distribution of a judge
+    for name in ("dtype", "speculative-algorithm", *_THRESHOLDS, *_ROUNDING):
         del reserved[name]
     defaults: dict[str, Flag] = {
         "model-path": str(settings.model),

@@ -8,7 +8,7 @@ from typing import Annotated, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from laminar_py.config.cluster import Device
-from laminar_py.config.engine import EngineConfig, Speculation
+from laminar_py.config.engine import QUANTIZATION, EngineConfig, Speculation
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError, Count, Seconds, is_address
 from laminar_py.records.pieces import Recording
@@ -68,6 +68,9 @@ class SGLangConfig(EngineConfig):
             raise ConfigError(
                 f"rollout.engine.speculation={self.speculation}: a running server chose at its start; leave it out"
             )
+        if self.quantizes and (self.urls or self.device is Device.CPU):
+            fault = "a running server chose at its start" if self.urls else "SGLang rounds weights on CUDA only"
+            raise ConfigError(f"{QUANTIZATION}={self.quantization}: {fault}; leave it out")
         if self.device is Device.CPU and self.tensor_parallel > 1:
             raise ConfigError(
                 f"rollout.engine.tensor_parallel={self.tensor_parallel} needs GPUs; set"

@@ -5,21 +5,25 @@ part once in the life of a controller, so a lasting failure does not flood the t
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 from laminar_py.config.alarms import Reaction
 from laminar_py.config.cluster import Device
+from laminar_py.config.engine import EngineConfig
 from laminar_py.config.reward import RewardConfig
 from laminar_py.control.alarms.data import GroupCheck, score_alarms
 from laminar_py.control.alarms.events import EventChecks
 from laminar_py.control.alarms.learning import StepCheck, reference_alarm
+from laminar_py.control.alarms.quantization import BOUND_EXACT, BOUND_ROUNDED, QuantizationGate
 from laminar_py.control.alarms.weights import EXACT, ROUNDED, ProbeCheck
 from laminar_py.control.consumption import StepBatch
 from laminar_py.engines.model_sizes import served_dtype
 from laminar_py.ledger.recovery import Recovered
 from laminar_py.ledger.trajectory import LiveTrajectory
 from laminar_py.records.columns import Source
-from laminar_py.records.events import Alarmed, AnyEvent, FrozenLoaded
+from laminar_py.records.events import Alarmed, AnyEvent, FrozenLoaded, RolledBack, Unquantized
 from laminar_py.records.metrics import StepMetrics
 from laminar_py.records.proofs import Alarm
 from laminar_py.records.replica import ReplicaReport
@@ -36,6 +40,15 @@ def weights_by_name(reward: RewardConfig) -> dict[str, float]:
     for term in reward.terms:
         found.setdefault(term.title, set()).add(term.weight)
     return {name: min(weights) for name, weights in found.items() if len(weights) == 1}
+
+
+def make_gate(
+    engine: EngineConfig, recovered: Recovered | None, overrides: Iterable[str], *, exact: bool
+) -> QuantizationGate:
+    """Make the gate of rounded weights, of which a resumed run may still have tokens."""
+    ended = recovered is not None and (recovered.unquantized or any("quantization" in one for one in overrides))
+    bound = engine.max_mismatch or (BOUND_EXACT if exact else BOUND_ROUNDED)
+    return QuantizationGate(bound=bound, quantizes=engine.quantizes, rounded_before=ended)
 
 
 class Alarms:
@@ -57,11 +70,13 @@ class Alarms:
         self._stop = stop
         self.show_line = show_line
         self._told: set[tuple[str, str]] = set()
-        self._early: list[Alarmed] = []  # from before the ledger began
-        self._record: Callable[[Alarmed], None] = self._early.append
+        self._early: list[AnyEvent] = []  # from before the ledger began
+        self._record: Callable[[AnyEvent], None] = self._early.append
         problems = {name: len(prompts) for name, prompts in incarnation.inputs.sets.items()}
         self._events = EventChecks(lambda row: row.prompt, config=config, problems=problems)
-        self._probes = ProbeCheck(tolerance=EXACT if exact else ROUNDED)
+        self._gate = make_gate(config.rollout.engine, recovered, incarnation.overrides, exact=exact)
+        self.unquantize: Callable[[], None] = lambda: None  # start engines again that serve weights as published
+        self._probes = ProbeCheck(tolerance=EXACT if exact else ROUNDED, compares=self._gate.compares)
         self._groups = GroupCheck(config.rollout.group_size)
         self._learning = StepCheck(
             config.algorithm,
@@ -87,23 +102,50 @@ class Alarms:
             self._record(event)
 
     def _observe(self, event: AnyEvent, row: LiveTrajectory | None) -> None:
+        if isinstance(event, RolledBack):
+            self._gate.went_back()
         if found := self._events.observe(event, row):
             self._tell(found)
 
     def stepped(self, batch: StepBatch, metrics: StepMetrics, step: int, made: int) -> None:
         """Check a step, before it is recorded; the learner has `made` so many, without empty ones."""
         self.step = step
-        self._tell(self._learning.observe(batch, metrics, step=step, made=made))
+        compares = batch.version is None or self._gate.compares(batch.version)
+        self._tell(self._learning.observe(batch, metrics, step=step, made=made, compares=compares))
+        self._judge(self._gate.mismatch_of(metrics), f"fresh tokens of step {step}")
 
     async def published(self, learner: LearnerKeeper, version: int) -> None:
         """Take the learner's distributions of a version. Raises PartCrashedError."""
+        self._gate.published(version)
         if tokens := await learner.next_tokens(version):
-            self._tell(self._probes.computed(version, tokens))
+            self._take_probes(self._probes.computed(version, tokens))
 
     def reported(self, report: ReplicaReport) -> None:
         """Check the answers to probes in a replica's report."""
-        for answer in report.probes:
-            self._tell(self._probes.answered(report.replica, answer))
+        for load in report.loads:
+            self._gate.loaded(load.version, rounded=load.quantized)
+        if report.probes:
+            answered = (self._probes.answered(report.replica, answer) for answer in report.probes)
+            self._take_probes(chain.from_iterable(answered))
+
+    def _take_probes(self, found: Iterable[Alarm]) -> None:
+        """Raise alarms on answers to probes, unless these show that engines must round no more."""
+        alarms = list(found)
+        mismatch = self._probes.largest_mean if self._gate.quantizes else math.nan
+        if not self._judge(mismatch, "answers to probes", of_probes=True):
+            self._tell(alarms)
+
+    def _judge(self, mismatch: float, where: str, *, of_probes: bool = False) -> bool:
+        """Compare a mean difference in nats with the bound of rounded weights; return whether it is beyond."""
+        if not self._gate.closes(mismatch, of_probes=of_probes):
+            return False
+        event = Unquantized(step=self.step, mismatch=mismatch, where=where)
+        line = f"step {self.step}: {event.describe()}; rollout.engine.max_mismatch bounds it"
+        log.warning("%s", line)
+        self.show_line(line)
+        self._record(event)
+        self.unquantize()
+        return True
 
     def scored(self, score: Score, row: LiveTrajectory) -> None:
         """Check a score before it is recorded."""

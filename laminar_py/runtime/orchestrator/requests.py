@@ -44,6 +44,7 @@ class SettingRequests:
     ) -> None:
         self._run, self._inputs, self._ledger = incarnation.run.path, incarnation.inputs, incarnation.ledger
         self._scoring, self._dispatch_loop, self._alarms = scoring, dispatch_loop, alarms
+        self._replicas, alarms.unquantize = replicas, self.unquantize
         self._settings = LiveSettings(
             incarnation.config,
             scheduler=scheduler,
@@ -84,6 +85,12 @@ class SettingRequests:
         """Make the changes that are due after a committed step."""
         self._change_waiting()
         self._alarms.tell("staleness", "learner", self._settings.stepped(row, batch))
+
+    def unquantize(self) -> None:
+        """Start all replicas again, without quantisation; trajectories continue at the last token on record."""
+        self._settings.unquantize()
+        self._replicas.config = self._settings.config
+        self._replicas.restart()
 
     def went_back(self) -> None:
         """Let `staleness.control` measure again, after the learner went back to a checkpoint."""

@@ -227,7 +227,8 @@ class Replicas:
         self._on_reports = on_reports
         self.check: Callable[[ReplicaReport], None] = lambda report: None  # for alarms
         self._running_hub: ReplicaHub | None = None
-        self._checksums: dict[tuple[int, int], tuple[str, int]] = {}  # (version, GPUs) -> checksum, its replica
+        # (version, GPUs, whether it is quantised) -> checksum, its replica
+        self._checksums: dict[tuple[int, int, bool], tuple[str, int]] = {}
         self._keepers = [ReplicaKeeper(self, index) for index in range(self.config.rollout.replicas)]
         self.shared = SharedReplicas(self._keepers, self.config, scheduler.state.live)
         self._joined: set[int] = set()  # replicas that joined the running fleet
@@ -291,14 +292,13 @@ class Replicas:
             connection.send_command(Follow(relay))
 
     def _compare_weights(self, connection: ReplicaConnection, loads: Sequence[VersionLoaded]) -> None:
-        """Give a replica up if a version's checksum differs from the first checksum with as many GPUs."""
+        """Give a replica up if a version's checksum differs from the first of equal layout and rounding."""
         for load in loads:
             if load.checksum is None:
                 continue
             num_gpus = load.checksum.count("-") + 1
-            agreed, first = self._checksums.setdefault(
-                (load.version, num_gpus), (load.checksum, connection.replica)
-            )
+            key = (load.version, num_gpus, load.quantized)
+            agreed, first = self._checksums.setdefault(key, (load.checksum, connection.replica))
             if agreed != load.checksum:
                 connection.lose(f"its weights of version {load.version} differ from those of replica-{first}")
         for key in sorted(self._checksums)[:-CHECKSUMS_KEPT]:

@@ -14,14 +14,18 @@ import pytest
 
 from laminar_py.children import hosted
 from laminar_py.config.cluster import Device
+from laminar_py.config.engine import Quantization
+from laminar_py.config.loading import load_config, to_overrides
 from laminar_py.config.section import ConfigError
 from laminar_py.engines.sglang import server as server_module
+from laminar_py.engines.sglang.backend import SGLANG
 from laminar_py.engines.sglang.launch import ServerSpec, replica_server
 from laminar_py.engines.sglang.server import EPHEMERAL_PORTS, SGLangServer, _free_port, last_words
 from laminar_py.records.engine import EngineLostError
 from laminar_py.records.host import MAX_FOLDER
 from laminar_py.records.pieces import Recording
 from tests.engines.sglang.owner import owned_server, wait_until_gone
+from tests.runs.runs import REPO
 
 PATIENCE_S = 20
 STUBBORN = """
@@ -211,6 +215,39 @@ def test_long_masks_get_room_for_top_k_and_its_ties(top_k, words, tmp_path):
     assert "--sampling-mask-max-tokens" not in flags(spec(tmp_path, mask_tokens=top_k))
 
 
+def test_a_server_that_rounds_weights_has_the_loader_that_can_load_them_again(tmp_path):
+    def words(quantization):
+        return flags(spec(tmp_path, device=Device.CUDA, quantization=quantization))
+
+    assert "--load-format dummy" in words(Quantization.NONE)
+    assert "--quantization" not in words(Quantization.NONE)
+    for kind in (Quantization.FP8, Quantization.FP8_KV):
+        assert "--load-format flash_rl" in words(kind)
+        assert "--quantization fp8" in words(kind)
+        assert ("--kv-cache-dtype fp8_e4m3" in words(kind)) is (kind is Quantization.FP8_KV)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "reloads rounded weights of Qwen2ForCausalLM, Qwen3ForCausalLM alone",
+        ),
+        ({"dtype": "float32"}, "config.json has another dtype than bfloat16"),
+        ({}, "begins with the weights in this folder"),
+    ],
+)
+def test_models_that_its_loader_cannot_round_are_refused_before_a_run(changes, line, tmp_path):
+    config = {"vocab_size": 9, "architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = {"kind": "sglang", "quantization": "fp8", "python": str(tmp_path / "python")}
+    settings = {"model.path": str(tmp_path), "rollout.engine": engine}
+    start = load_config(REPO / "configs/quickstart.yaml", ["warm_start=null", *to_overrides(settings)])
+    with pytest.raises(ConfigError, match=f"with rollout.engine.quantization .*{line}"):
+        SGLANG.check_start(start)
+
+
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
@@ -226,6 +263,8 @@ def test_long_masks_get_room_for_top_k_and_its_ties(top_k, words, tmp_path):
         ("base-gpu-id", "the cluster chooses the GPUs"),
         ("device", "set rollout.engine.device"),
         ("dtype", "set dtype in the config.json of model.path"),
+        ("quantization", "set rollout.engine.quantization"),
+        ("kv_cache_dtype", "set rollout.engine.quantization"),
     ],
 )
 def test_what_the_run_chooses_is_no_flag_in_any_spelling(name, remedy, tmp_path):
