@@ -456,13 +456,8 @@ class Evaluated(Event, frozen=True, kw_only=True):
     figures: SetFigures
 
 
-AnyEvent = (
-    RunStarted
-    | Scaled
-    | SettingChanged
-    | ReplicaLeft
-    | RunEnded
-    | Issued
+TrajectoryEvent = (
+    Issued
     | Assigned
     | Interrupted
     | Finished
@@ -475,6 +470,14 @@ AnyEvent = (
     | Replayed
     | Undone
     | Dropped
+)
+AnyEvent = (
+    TrajectoryEvent
+    | RunStarted
+    | Scaled
+    | SettingChanged
+    | ReplicaLeft
+    | RunEnded
     | VersionPublished
     | VersionLoaded
     | Repacked
