@@ -16,7 +16,7 @@ from laminar_py.config.registry import Registry
 from laminar_py.config.reward import REWARDS, TermConfig
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import Section
-from laminar_py.config.their_names import WITHOUT, Trainer, their_names
+from laminar_py.config.their_names import WITHOUT, OtherTrainer, their_names
 from laminar_py.config.warm_start import WARM_STARTS, WarmStartConfig
 
 PAGE = Path(__file__).with_name("from_trl_verl.md")
@@ -134,7 +134,7 @@ def of_kinds(section: str, base: type[Section], registry: Registry[Any]) -> list
     return parts
 
 
-def theirs_of(key: str, trainer: Trainer) -> str:
+def theirs_of(key: str, trainer: OtherTrainer) -> str:
     """The names of a setting in another trainer; `actor_rollout_ref.` is left out."""
     names = their_names(key, trainer)
     return ", ".join(f"`{name.removeprefix('actor_rollout_ref.')}`" for name in names) or "-"
@@ -155,7 +155,7 @@ def most_changed() -> str:
     """The table with which docs/config.md begins."""
     lines = ["| setting | default | TRL | verl | meaning |", "|---|---|---|---|---|"]
     for key, row in list(COUNTERPARTS.items())[:MOST_CHANGED]:
-        names = " | ".join(theirs_of(key, trainer) for trainer in Trainer)
+        names = " | ".join(theirs_of(key, trainer) for trainer in OtherTrainer)
         lines.append(f"| `{key}` | {default_at(key)} | {names} | {row.meaning} |")
     return "\n".join(lines)
 
@@ -164,10 +164,10 @@ def side_by_side() -> str:
     """The tables of docs/from_trl_verl.md: counterparts, then settings without one."""
     lines = ["| setting here | TRL | verl | difference |", "|---|---|---|---|"]
     for key, row in COUNTERPARTS.items():
-        names = " | ".join(theirs_of(key, trainer) for trainer in Trainer)
+        names = " | ".join(theirs_of(key, trainer) for trainer in OtherTrainer)
         lines.append(f"| `{key}` | {names} | {row.differs} |")
     lines += ["", "These settings have no counterpart:", "", "| setting | here |", "|---|---|"]
-    lines += [f"| `{name}` | {why} |" for trainer in Trainer for name, why in WITHOUT[trainer].items()]
+    lines += [f"| `{name}` | {why} |" for trainer in OtherTrainer for name, why in WITHOUT[trainer].items()]
     return "\n".join(lines)
 
 

@@ -8,13 +8,21 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 PAD, EOS, UNKNOWN = SPECIAL = ("<pad>", "<eos>", "<unk>")  # the first ids of every vocabulary
 HEAD_DIM = 32
+# messages as words: `<user>pile 7<eos><assistant>`
+CHAT_PATTERN = r"<\w+>|\w+| "
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+P = TypeVar("P", bound=Hashable)
 
 
 def tiny_model(
@@ -84,6 +92,14 @@ def _tokenizer(tokens: Sequence[str], pattern: str) -> Tokenizer:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(list(SPECIAL))
     return tokenizer
+
+
+def draw_distinct(draw: Callable[[], P], count: int) -> list[P]:
+    """Draw problems until there are `count` of them without a repetition, in their order."""
+    found: dict[P, None] = {}
+    while len(found) < count:
+        found.setdefault(draw())
+    return list(found)
 
 
 def jsonl(rows: Iterable[object]) -> str:

@@ -2,11 +2,24 @@
 
 import numpy as np
 
+from laminar_py.config.loading import parse_config
 from laminar_py.records.evaluations import EvalAnswer, pass_id, set_figures
 from laminar_py.records.events import Evaluated
 from laminar_py.records.pieces import PieceRef, RoutedExperts, SamplingMask, TokensRef
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason, Kind, Prompt, Trajectory, TrajectoryRef
+
+
+def make_config(**sections):
+    """A run of three steps with these sections."""
+    usual = {
+        "name": "t",
+        "steps": 3,
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "reward": {"use": ["t.py:t"]},
+    }
+    return parse_config({**usual, **sections})
 
 
 def make_prompt(index=0, length=3, answer="4"):

@@ -71,8 +71,7 @@ def test_examples_train_for_two_steps_as_the_page_has_them(titles, tmp_path, mon
         settings += chosen
     (config,) = configs
     with TrainProcess(tmp_path / "runs", *settings, config=REPO / config) as training:
-        code, output = training.finish()
-        assert code == 0, output
+        training.end_with(0)
         assert len((training.run / "metrics.jsonl").read_text().splitlines()) == 2
     if "A reward" in titles:
         draw_page(training.run, tmp_path)

@@ -36,6 +36,7 @@ from laminar_py.records.trajectory import FinishReason, Kind, MicroBatch, Trajec
 from laminar_py.rollout.running import begin
 from laminar_py.rollout.storing import SegmentStore
 from tests.engines.sglang.rig import make_model, running_server
+from tests.events import make_assignment
 from tests.learner.builders import make_learner, make_mixture_folder
 from tests.repack.house import SLOTS, House
 
@@ -119,14 +120,7 @@ def roads(count: int, folder: Path) -> list[Road]:
         sampling = SamplingParams(max_new_tokens=150 + index, top_k=30, top_p=0.9, seed=index)
         out.append(
             Road(
-                Assignment(
-                    trajectory_id=f"t{index}",
-                    epoch=1,
-                    group_id=f"g{index // 2}",
-                    kind=Kind.TRAIN,
-                    prompt_ids=prompt,
-                    sampling=sampling,
-                ),
+                make_assignment(f"t{index}", group_id=f"g{index // 2}", prompt_ids=prompt, sampling=sampling),
                 store,
             )
         )

@@ -33,36 +33,24 @@ WAYS = {
     "offload": LearnerConfig(recompute=Recompute.ALL, offload=True),
     "offload_whole": LearnerConfig(recompute=Recompute.ALL, offload=True, accumulate=Accumulate.WHOLE),
 }
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 TINY = replace(
     FULL,
-    model=Qwen3Config(
-        vocab_size=512,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=128,
-        tie_word_embeddings=True,
-    ),
+    model=Qwen3Config(**SMALL, intermediate_size=128, tie_word_embeddings=True),
     sequences=4,
     median=16,
     max_tokens=64,
     steps=1,
 )
 TINY_MIXTURE = replace(
-    TINY,
-    model=Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-    ),
+    TINY, model=Qwen3MoeConfig(**SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
 )
 WIDTHS = {  # real widths with few layers, and the tiny model that stands in with `--dry`
     "7b_10_layers": (

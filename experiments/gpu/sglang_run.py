@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Qwen3Config
 
 from experiments.gpu.servers import interpreter
+from experiments.gpu.steps import ONE_B
 from laminar_lab.audit.verify import verify
 from laminar_lab.bench.report import Row, show
 from laminar_lab.bench.runs import FinishedRun, train
@@ -57,17 +58,7 @@ class Size:
 
 SIZES = {
     "cuda": Size(
-        model=Qwen3Config(  # that of `learner`
-            vocab_size=151_936,
-            hidden_size=1536,
-            num_hidden_layers=28,
-            num_attention_heads=12,
-            num_key_value_heads=2,
-            head_dim=128,
-            intermediate_size=8960,
-            tie_word_embeddings=True,
-            dtype="bfloat16",
-        ),
+        model=Qwen3Config(**ONE_B, dtype="bfloat16"),
         max_new_tokens=1024,
         prompts_per_step=32,
         max_batch=256,

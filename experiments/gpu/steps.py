@@ -57,18 +57,17 @@ class GpuStep:
         return self.pack(items, rank=rank, ranks=ranks)
 
 
-FULL = GpuStep(
-    model=Qwen3Config(  # 1.5 billion parameters
-        vocab_size=151_936,
-        hidden_size=1536,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        head_dim=128,
-        intermediate_size=8960,
-        tie_word_embeddings=True,
-    )
-)
+ONE_B = {  # a Qwen3 of 1.5 billion parameters
+    "vocab_size": 151_936,
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 8960,
+    "tie_word_embeddings": True,
+}
+FULL = GpuStep(model=Qwen3Config(**ONE_B))
 
 SEVEN_B = {  # sizes of Qwen2.5-7B
     "vocab_size": 152_064,

@@ -7,7 +7,6 @@ weights.
 """
 
 import asyncio
-from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 
@@ -18,7 +17,6 @@ from laminar_lab.simulate.run import LearnerMaker, simulate
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.config.rollout import NO_PLANNER, OnNewWeights, Schedule, StalenessConfig, StalePolicy
 from laminar_py.control import StepBatch
-from laminar_py.records import StepRow
 from laminar_py.records.metrics import StepMetrics, Work
 
 
@@ -136,9 +134,8 @@ def simulate_baseline(
     sync_s: float,
     updates: int = 1,
     max_staleness: int | None = None,
-    show: Callable[[StepRow], None] = lambda row: None,
 ) -> SimulatedRun:
-    """Simulate a run under a schedule of another system, on the fleet of `config`; `show` gets each step's row.
+    """Simulate a run under a schedule of another system, on the fleet of `config`.
 
     `sync_s` is the emulated time from the end of a step until all engines have its weights; under `sync` it is the
     reload in place. `stream` trains on each batch in `updates` parts. `partial` bounds staleness by
@@ -155,7 +152,6 @@ def simulate_baseline(
     engine = profile.engine.model_copy(update={"load_s": load_s})
     return simulate(
         changed,
-        show=show,
         profile=profile.model_copy(update={"engine": engine}),
         learner=_make_learner(baseline, sync_s=sync_s, updates=updates),
     )

@@ -7,25 +7,17 @@ its word-level tokenizer). The same bytes every time; a file that holds them alr
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from task import WORD_PATTERN, WORDS, Problem, draw_problem
 
-from laminar_lab.tiny_models import jsonl, make_data, tiny_model
+from laminar_lab.tiny_models import draw_distinct, jsonl, make_data, tiny_model
 
 NUM_TRAIN = 8_000  # 250 steps of 32 prompts before one comes again
 NUM_HELDOUT = 300
 NUM_WARM_START = 10_000  # 500 steps of 1,024 tokens, each demonstration seen about once
 SEED = 20_260_101
-
-
-def heldout_problems() -> list[Problem]:
-    """Problems without a repetition."""
-    rng = random.Random(SEED)
-    problems: dict[Problem, None] = {}  # a set that keeps its order
-    while len(problems) < NUM_HELDOUT:
-        problems.setdefault(draw_problem(rng))
-    return list(problems)
 
 
 def other_problems(seed: int, *, count: int, heldout: set[Problem]) -> Iterator[Problem]:
@@ -40,7 +32,7 @@ def other_problems(seed: int, *, count: int, heldout: set[Problem]) -> Iterator[
 
 def contents() -> dict[str, str]:
     """Every file by its name."""
-    heldout = heldout_problems()
+    heldout = draw_distinct(partial(draw_problem, random.Random(SEED)), NUM_HELDOUT)
     taken = set(heldout)
     train = other_problems(SEED + 1, count=NUM_TRAIN, heldout=taken)
     careless = random.Random(SEED + 3)

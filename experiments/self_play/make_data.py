@@ -10,14 +10,9 @@ from pathlib import Path
 
 from game import MOST, STARTS, question
 
-from laminar_lab.tiny_models import jsonl, make_data, tiny_model
+from laminar_lab.tiny_models import CHAT_PATTERN, CHAT_TEMPLATE, jsonl, make_data, tiny_model
 
 WORDS = (" ", "<user>", "<assistant>", "left", *map(str, range(STARTS.stop)))
-PATTERN = r"<\w+>|\w+| "
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 NUM_TRAIN = 4_000
 NUM_WARM_START = 10_000
 KNOWS_RULES = 0.9  # share of the moves that are 1 to 3
@@ -43,7 +38,7 @@ def contents() -> dict[str, str]:
     return {
         "train.jsonl": jsonl(games),
         "warm_start.jsonl": jsonl(demonstration(rng) for _ in range(NUM_WARM_START)),
-        **tiny_model(WORDS, pattern=PATTERN, context=64, template=TEMPLATE),
+        **tiny_model(WORDS, pattern=CHAT_PATTERN, context=64, template=CHAT_TEMPLATE),
     }
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from plants import ENGINE, LORA, TWO_RANKS, plant
+from plants import ENGINE, LORA, TWO_RANKS, plant, sample_sharper
 
 SCORER = "laminar_py.reward.scorer"
 STEP = "laminar_py.learner.step"
@@ -128,13 +128,7 @@ def _(module: ModuleType) -> None:
     settings=["rollout.sampling.temperature=0.8"],
 )
 def _(module: ModuleType) -> None:
-    draw = module.Sampler.draw
-
-    def raw(self, logits, uniform, *, recorded):
-        drawn = draw(self, logits, uniform, recorded=recorded)
-        return replace(drawn, logprobs=logits.log_softmax(-1).gather(1, drawn.ids.long()[:, None])[:, 0])
-
-    module.Sampler.draw = raw
+    sample_sharper(module, 1.0)
 
 
 @plant(

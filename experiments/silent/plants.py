@@ -147,6 +147,17 @@ def _(module: ModuleType) -> None:
     module.ModelSpec.read = staticmethod(other)
 
 
+def sample_sharper(module: ModuleType, factor: float) -> None:
+    """Sample from logits times a factor, and record the log-probabilities of those without it."""
+    draw = module.Sampler.draw
+
+    def other(self, logits, uniform, *, recorded):
+        drawn = draw(self, logits * factor, uniform, recorded=recorded)
+        return replace(drawn, logprobs=logits.log_softmax(-1).gather(1, drawn.ids.long()[:, None])[:, 0])
+
+    module.Sampler.draw = other
+
+
 @plant(
     "colder",
     f"{ENGINE}.sampling",
@@ -155,14 +166,7 @@ def _(module: ModuleType) -> None:
     within=20,
 )
 def _(module: ModuleType) -> None:
-    draw = module.Sampler.draw
-
-    def colder(self, logits, uniform, *, recorded):
-        drawn = draw(self, logits * 1.4, uniform, recorded=recorded)
-        logprobs = logits.log_softmax(-1).gather(1, drawn.ids.long()[:, None])[:, 0]
-        return replace(drawn, logprobs=logprobs)
-
-    module.Sampler.draw = colder
+    sample_sharper(module, 1.4)
 
 
 @plant(
@@ -192,14 +196,7 @@ def _(module: ModuleType) -> None:
     within=20,
 )
 def _(module: ModuleType) -> None:
-    draw = module.Sampler.draw
-
-    def hotter(self, logits, uniform, *, recorded):
-        drawn = draw(self, logits / 1.5, uniform, recorded=recorded)
-        logprobs = logits.log_softmax(-1).gather(1, drawn.ids.long()[:, None])[:, 0]
-        return replace(drawn, logprobs=logprobs)
-
-    module.Sampler.draw = hotter
+    sample_sharper(module, 1 / 1.5)
 
 
 @plant(

@@ -11,14 +11,9 @@ from pathlib import Path
 
 from game import GUESSES, HIGHEST, QUESTION, hint
 
-from laminar_lab.tiny_models import jsonl, make_data, tiny_model
+from laminar_lab.tiny_models import CHAT_PATTERN, CHAT_TEMPLATE, jsonl, make_data, tiny_model
 
 WORDS = (" ", "<user>", "<assistant>", "game", "guess", "to", "more", "less", *map(str, range(100)))
-PATTERN = r"<\w+>|\w+| "
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 NUM_TRAIN = 3_000
 NUM_WARM_START = 10_000
 HIGHEST_SHOWN = 99  # of guesses by one who does not listen
@@ -59,7 +54,7 @@ def contents() -> dict[str, str]:
         "train.jsonl": jsonl(lines[HIGHEST:]),
         "heldout.jsonl": jsonl(lines[:HIGHEST]),
         "warm_start.jsonl": jsonl(demonstration(rng) for _ in range(NUM_WARM_START)),
-        **tiny_model(WORDS, pattern=PATTERN, context=128, template=TEMPLATE),
+        **tiny_model(WORDS, pattern=CHAT_PATTERN, context=128, template=CHAT_TEMPLATE),
     }
 
 

@@ -22,14 +22,12 @@ NUM_WARM_START = 12_000
 Line: TypeAlias = dict[str, str | int | HiddenTests]
 
 
-def draw_while(
-    wanted: Callable[[Problem], bool], count: int, *, seed: int, composed: bool = False
-) -> list[Problem]:
+def draw_while(wanted: Callable[[Problem], bool], count: int, *, seed: int) -> list[Problem]:
     """Problems that are wanted; short ones may come twice."""
     rng = random.Random(seed)
     found: list[Problem] = []
     while len(found) < count:
-        problem = draw_problem(rng, composed=composed)
+        problem = draw_problem(rng)
         if wanted(problem):
             found.append(problem)
     return found

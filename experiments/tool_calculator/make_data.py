@@ -7,11 +7,12 @@ tokenizer). The same bytes every time; a file that holds them already is left al
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from task import WORD_PATTERN, WORDS, Problem, draw_problem
 
-from laminar_lab.tiny_models import jsonl, make_data, tiny_model
+from laminar_lab.tiny_models import draw_distinct, jsonl, make_data, tiny_model
 
 NUM_TRAIN = 8_000
 NUM_HELDOUT = 300
@@ -19,15 +20,6 @@ NUM_WARM_START = 40_000
 SEED = 20_261_126
 GUESSES = 0.4  # of the demonstrations; others show the use of a result
 CALLS = 0.3  # ask the calculator: fewer than guess, so that the greedy first turn is a guess
-
-
-def heldout_problems() -> list[Problem]:
-    """Problems without a repetition."""
-    rng = random.Random(SEED)
-    problems: dict[Problem, None] = {}  # a set that keeps its order
-    while len(problems) < NUM_HELDOUT:
-        problems.setdefault(draw_problem(rng))
-    return list(problems)
 
 
 def other_problems(seed: int, *, count: int, heldout: set[Problem]) -> Iterator[Problem]:
@@ -52,7 +44,7 @@ def demonstration(problem: Problem, rng: random.Random) -> dict[str, str]:
 
 def contents() -> dict[str, str]:
     """Every file by its name."""
-    heldout = heldout_problems()
+    heldout = draw_distinct(partial(draw_problem, random.Random(SEED)), NUM_HELDOUT)
     taken = set(heldout)
     train = other_problems(SEED + 1, count=NUM_TRAIN, heldout=taken)
     shown = other_problems(SEED + 2, count=NUM_WARM_START, heldout=taken)

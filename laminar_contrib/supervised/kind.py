@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from laminar_contrib.supervised.settings import PRETRAINED_LR, RUINOUS_LR, SupervisedConfig
 from laminar_py.config import ConfigError
-from laminar_py.config.warm_start import Progress, WarmStartKind
+from laminar_py.config.warm_start import OnStep, WarmStartKind
 
 if TYPE_CHECKING:
     from laminar_py.config import RunConfig
@@ -92,7 +92,7 @@ def folder(config: "RunConfig") -> Path:
     return cached_folder(config.model, settings, seed=config.seed, chat=chat, environment=environment)
 
 
-def make(config: "RunConfig", on_step: Progress) -> None:
+def make(config: "RunConfig", on_step: OnStep) -> None:
     """Train on the demonstrations of a run and put the result into the cache, unless it is there."""
     from laminar_contrib.supervised.training import warm_start
     from laminar_py.data import PromptEncoder, load_tokenizer

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from laminar_contrib.supervised.settings import SupervisedConfig
 from laminar_py.config import ConfigError
 from laminar_py.config.data import ModelConfig
-from laminar_py.config.warm_start import Progress
+from laminar_py.config.warm_start import OnStep
 from laminar_py.data import Demonstration
 from laminar_py.learner import export_hf, load_policy, policy_logprobs
 from laminar_py.records.trajectory import MicroBatch
@@ -38,7 +38,7 @@ def warm_start(
     *,
     folder: Path,
     seed: int,
-    on_step: Progress = lambda step, steps, loss: None,
+    on_step: OnStep = lambda step, steps, loss: None,
 ) -> None:
     """Train a model on `examples` and write it to `folder` in Hugging Face's form.
 
@@ -69,7 +69,7 @@ def train_supervised(
     settings: SupervisedConfig,
     lr: float,
     seed: int,
-    on_step: Progress = lambda step, steps, loss: None,
+    on_step: OnStep = lambda step, steps, loss: None,
 ) -> None:
     """Train `policy` in place for `settings.steps` AdamW steps on packed batches of `examples`; `lr` is the peak.
 

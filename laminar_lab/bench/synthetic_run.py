@@ -43,10 +43,10 @@ class LiveGroup:
 class SyntheticRun:
     """Appends the events of a run to `ledger`; each call of `advance` is a learner step."""
 
-    def __init__(self, ledger: Ledger, segments: Path, *, seed: int = 0) -> None:
+    def __init__(self, ledger: Ledger, segments: Path) -> None:
         self._ledger = ledger
         self._segment = SegmentWriter(segments, "replica-0-1-0")
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(0)
         self._live: deque[LiveGroup] = deque()
         self._issued = 0
         self.step = 0

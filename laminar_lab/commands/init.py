@@ -9,7 +9,7 @@ import typer
 
 from laminar_py.cli import print_line
 from laminar_py.config import ConfigError
-from laminar_py.config.their_names import Trainer
+from laminar_py.config.their_names import OtherTrainer
 from laminar_py.records.host import counted
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def init(
         int | None, typer.Option(min=1, help="Cap on a response; default: 256 here, 4096 on GPUs")
     ] = None,
     source: Annotated[
-        tuple[Trainer, Path] | None,
+        tuple[OtherTrainer, Path] | None,
         typer.Option("--from", metavar="trl|verl FILE", help="TRL's YAML; verl's YAML or script of overrides"),
     ] = None,
 ) -> None:
@@ -73,7 +73,7 @@ def init(
     _print_next(out, choices)
 
 
-def _translate(source: tuple[Trainer, Path], options: dict[str, str | None]) -> "Translation":
+def _translate(source: tuple[OtherTrainer, Path], options: dict[str, str | None]) -> "Translation":
     """Translate a foreign file, for as many processes as `--on` names GPUs. `--on` is asked for where it is open.
 
     Raises `ConfigError` if a term of the reward has no counterpart, and `--reward` names no other.

@@ -12,7 +12,7 @@ from laminar_py.config import ConfigError, load_config
 from laminar_py.records.host import SystemClock
 
 if TYPE_CHECKING:
-    from laminar_py.config.warm_start import Progress
+    from laminar_py.config.warm_start import OnStep
     from laminar_py.records.host import Clock
 
 EVERY_S = 5.0  # between lines on the progress
@@ -51,7 +51,7 @@ def warm(
     print_line(f"train from it with model.path={out} model.from_scratch=false warm_start=null")
 
 
-def _print_progress(clock: "Clock") -> "Progress":
+def _print_progress(clock: "Clock") -> "OnStep":
     """Return a function that prints a line on the steps every few seconds, and at the end."""
     from laminar_py.observe import Pace
 

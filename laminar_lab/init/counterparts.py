@@ -6,44 +6,9 @@ docs/from_trl_verl.md are generated from it. The names are in `laminar_py.config
 
 from dataclasses import dataclass
 
-from laminar_lab.init.conversions import (
-    Convert,
-    choice,
-    coefficient,
-    elsewhere,
-    first,
-    group,
-    numbers,
-    of_critic,
-    positive,
-    total,
-    trackers,
-    trl_clip_high,
-    trl_clip_low,
-    trl_data,
-    trl_eval_steps,
-    trl_lora,
-    trl_max_len,
-    trl_name,
-    trl_prompts,
-    trl_reward,
-    trl_scale,
-    trl_sets,
-    trl_targets,
-    trl_updates,
-    trl_warmup,
-    verl_advantage,
-    verl_data,
-    verl_kl,
-    verl_kl_kind,
-    verl_lora,
-    verl_reward,
-    verl_sets,
-    verl_targets,
-    verl_updates,
-    when,
-)
-from laminar_py.config.their_names import ACTOR, MODEL, OPTIM, Trainer
+from laminar_lab.init import conversions as c
+from laminar_lab.init.conversions import Convert
+from laminar_py.config.their_names import ACTOR, MODEL, OPTIM, OtherTrainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +16,16 @@ class Counterpart:
     """One of our settings and its conversions from other trainers, by default the value of their first name."""
 
     meaning: str  # a few words: the comment in a written config
-    trl: Convert = first
-    verl: Convert = first
+    trl: Convert = c.first
+    verl: Convert = c.first
     differs: str = ""  # from theirs
 
-    def convert(self, trainer: Trainer) -> Convert:
+    def convert(self, trainer: OtherTrainer) -> Convert:
         """Return the function from a trainer's settings to our value."""
-        return self.trl if trainer is Trainer.TRL else self.verl
+        return self.trl if trainer is OtherTrainer.TRL else self.verl
 
 
-EPOCHS = {Trainer.TRL: "num_train_epochs", Trainer.VERL: "trainer.total_epochs"}
+EPOCHS = {OtherTrainer.TRL: "num_train_epochs", OtherTrainer.VERL: "trainer.total_epochs"}
 PLACED = "laminar init places all parts"
 MOST_CHANGED = 25  # the first rows, with which docs/config.md begins
 COUNTERPARTS = {
@@ -69,68 +34,70 @@ COUNTERPARTS = {
     ),
     "data.train": Counterpart(
         "rows with a prompt (or messages) and an answer",
-        trl=trl_data,
-        verl=verl_data,
+        trl=c.trl_data,
+        verl=c.verl_data,
         differs="`columns` names their columns: `{answer: solution}`, `{answer: reward_model.ground_truth}`",
     ),
     "eval.sets": Counterpart(
-        "held-out rows", trl=trl_sets, verl=verl_sets, differs="any number of sets, each with its own sampling"
+        "held-out rows", trl=c.trl_sets, verl=c.verl_sets, differs="any number of sets, each with its own sampling"
     ),
     "reward.use": Counterpart(
         "terms of the reward: math, code, exact, or file.py:function",
-        trl=trl_reward,
-        verl=verl_reward,
+        trl=c.trl_reward,
+        verl=c.verl_reward,
         differs="`def score(request) -> float` scores one response; a term has a `weight`",
     ),
-    "steps": Counterpart("learner steps", trl=positive, verl=positive, differs="steps, no epochs"),
+    "steps": Counterpart("learner steps", trl=c.positive, verl=c.positive, differs="steps, no epochs"),
     "rollout.prompts_per_step": Counterpart(
         "groups of a learner step",
-        trl=trl_prompts,
-        verl=positive,
+        trl=c.trl_prompts,
+        verl=c.positive,
         differs="TRL counts completions of a process, here prompts of all processes",
     ),
-    "rollout.group_size": Counterpart("samples of one prompt", trl=group, verl=group),
-    "rollout.sampling.max_new_tokens": Counterpart("cap on the tokens of a response", trl=positive, verl=positive),
+    "rollout.group_size": Counterpart("samples of one prompt", trl=c.group, verl=c.group),
+    "rollout.sampling.max_new_tokens": Counterpart(
+        "cap on the tokens of a response", trl=c.positive, verl=c.positive
+    ),
     "rollout.max_len": Counterpart(
         "most tokens of prompt and response together",
-        trl=trl_max_len,
-        verl=total,
+        trl=c.trl_max_len,
+        verl=c.total,
         differs="a longer prompt is refused, not cut",
     ),
     "rollout.sampling.temperature": Counterpart("temperature of training samples"),
     "learner.lr": Counterpart("learning rate of AdamW"),
     "learner.lora.rank": Counterpart(
-        "rank of the adapters; without `lora` all weights are trained", trl=trl_lora, verl=verl_lora
+        "rank of the adapters; without `lora` all weights are trained", trl=c.trl_lora, verl=c.verl_lora
     ),
     "algorithm.name": Counterpart(
         "grpo, dapo, dr_grpo, rloo, gspo, cispo, ...",
-        trl=trl_name,
+        trl=c.trl_name,
         differs="a name fills in the settings of `algorithm` that the file leaves out",
     ),
     "algorithm.kl_coef": Counterpart(
         "weight of the divergence from the reference model",
-        trl=coefficient,
-        verl=verl_kl,
+        trl=c.coefficient,
+        verl=c.verl_kl,
         differs="`algorithm.beta` here is another setting",
     ),
     "algorithm.updates_per_step": Counterpart(
         "optimizer steps in a learner step",
-        trl=trl_updates,
-        verl=verl_updates,
+        trl=c.trl_updates,
+        verl=c.verl_updates,
         differs="each on its own part of the batch",
     ),
     "rollout.engine.kind": Counterpart(
         "local (embedded, on CPUs) or sglang",
-        trl=elsewhere("SGLang or the embedded engine takes its place"),
-        verl=elsewhere("SGLang or the embedded engine takes its place"),
+        trl=c.elsewhere("SGLang or the embedded engine takes its place"),
+        verl=c.elsewhere("SGLang or the embedded engine takes its place"),
         differs="engines have GPUs of their own, beside the learner's",
     ),
     "rollout.replicas": Counterpart(
         "inference engines",
-        verl=elsewhere(PLACED),
+        verl=c.elsewhere(PLACED),
         differs="`laminar plan` divides GPUs between engines and learner",
     ),
-    "rollout.max_batch": Counterpart("most responses that one engine decodes at a time", verl=positive),
+    "rollout.max_batch": Counterpart("most responses that one engine decodes at a time", verl=c.positive),
     "staleness.max_staleness": Counterpart(
         "age in learner steps above which a response counts less",
         differs="generation runs ahead of the learner",
@@ -140,17 +107,21 @@ COUNTERPARTS = {
     ),
     "learner.recompute": Counterpart(
         "none, selective, all or all_offloaded: compute activations again, to save memory",
-        trl=when("all"),
-        verl=when("all"),
+        trl=c.when("all"),
+        verl=c.when("all"),
     ),
     "packer.max_tokens": Counterpart(
         "most tokens of a microbatch, which has no padding",
-        verl=positive,
+        verl=c.positive,
         differs="in place of TRL's `per_device_train_batch_size` for memory",
     ),
-    "eval.every_steps": Counterpart("learner steps between two evaluations", trl=trl_eval_steps, verl=positive),
-    "learner.checkpoint_every": Counterpart("learner steps between two checkpoints", trl=positive, verl=positive),
-    "tracking.kinds": Counterpart("tensorboard, wandb, mlflow", trl=trackers, verl=trackers),
+    "eval.every_steps": Counterpart(
+        "learner steps between two evaluations", trl=c.trl_eval_steps, verl=c.positive
+    ),
+    "learner.checkpoint_every": Counterpart(
+        "learner steps between two checkpoints", trl=c.positive, verl=c.positive
+    ),
+    "tracking.kinds": Counterpart("tensorboard, wandb, mlflow", trl=c.trackers, verl=c.trackers),
     "name": Counterpart("name of the run; its files are in runs/<name>-<n>"),
     "seed": Counterpart("seed of prompt order, sampling and initialisation"),
     "rollout.sampling.top_p": Counterpart(
@@ -159,48 +130,48 @@ COUNTERPARTS = {
     ),
     "rollout.sampling.top_k": Counterpart(
         "most probable tokens that are kept; 0: all",
-        trl=positive,
-        verl=positive,
+        trl=c.positive,
+        verl=c.positive,
         differs="0 keeps all, as verl's -1",
     ),
     "rollout.sampling.min_p": Counterpart("tokens with this share of the highest probability are kept"),
-    "learner.lora.alpha": Counterpart("scale of the adapters, times the rank", trl=trl_lora, verl=verl_lora),
+    "learner.lora.alpha": Counterpart("scale of the adapters, times the rank", trl=c.trl_lora, verl=c.verl_lora),
     "learner.lora.targets": Counterpart(
         "projections with adapters",
-        trl=trl_targets,
-        verl=verl_targets,
+        trl=c.trl_targets,
+        verl=c.verl_targets,
         differs="all seven projections of a layer by default",
     ),
-    "learner.warmup_steps": Counterpart("steps of the linear warm-up", trl=trl_warmup, verl=positive),
+    "learner.warmup_steps": Counterpart("steps of the linear warm-up", trl=c.trl_warmup, verl=c.positive),
     "learner.decay": Counterpart(
         "none, linear or cosine",
-        trl=choice(
+        trl=c.choice(
             {"linear": "linear", "cosine": "cosine", "constant": None, "constant_with_warmup": None},
             "choose none, linear or cosine",
         ),
-        verl=choice({"constant": None, "cosine": "cosine"}, "choose none, linear or cosine"),
+        verl=c.choice({"constant": None, "cosine": "cosine"}, "choose none, linear or cosine"),
         differs="none by default; TRL: linear",
     ),
     "learner.weight_decay": Counterpart("AdamW's weight decay"),
-    "learner.betas": Counterpart("AdamW's decay rates", trl=numbers),
+    "learner.betas": Counterpart("AdamW's decay rates", trl=c.numbers),
     "learner.grad_clip": Counterpart("largest gradient norm"),
-    "learner.keep_checkpoints": Counterpart("newest checkpoints to keep", trl=positive, verl=positive),
-    "learner.offload": Counterpart("optimizer and master weights in the host's memory", verl=when(True)),
-    "algorithm.clip_low": Counterpart("ratios below 1 - clip_low are clipped", trl=trl_clip_low),
-    "algorithm.clip_high": Counterpart("ratios above 1 + clip_high are clipped", trl=trl_clip_high),
+    "learner.keep_checkpoints": Counterpart("newest checkpoints to keep", trl=c.positive, verl=c.positive),
+    "learner.offload": Counterpart("optimizer and master weights in the host's memory", verl=c.when(True)),
+    "algorithm.clip_low": Counterpart("ratios below 1 - clip_low are clipped", trl=c.trl_clip_low),
+    "algorithm.clip_high": Counterpart("ratios above 1 + clip_high are clipped", trl=c.trl_clip_high),
     "algorithm.importance_cap": Counterpart(
         "cap on ratios of tokens with a negative advantage", differs="none by default; verl: 3"
     ),
     "algorithm.objective": Counterpart(
         "clip, sequence_clip, weighted or balance",
-        trl=choice({"token": None, "sequence": "sequence_clip"}, "choose clip or sequence_clip"),
-        verl=choice(
+        trl=c.choice({"token": None, "sequence": "sequence_clip"}, "choose clip or sequence_clip"),
+        verl=c.choice(
             {"vanilla": None, "gspo": "sequence_clip"}, "write an objective of your own, see docs/extending.md"
         ),
     ),
     "algorithm.aggregation": Counterpart(
         "token_mean, sequence_mean or constant",
-        trl=choice(
+        trl=c.choice(
             {
                 "grpo": None,
                 "dapo": "token_mean",
@@ -210,44 +181,44 @@ COUNTERPARTS = {
             },
             "write a loss of your own, see docs/extending.md",
         ),
-        verl=choice(
+        verl=c.choice(
             {"token-mean": "token_mean", "seq-mean-token-mean": None, "seq-mean-token-sum-norm": "constant"},
             "choose token_mean, sequence_mean or constant",
         ),
         differs="`sequence_mean` by default; TRL and verl: token mean",
     ),
     "algorithm.advantage": Counterpart(
-        "group_std, group_mean, leave_one_out, batch_std or gae", trl=trl_scale, verl=verl_advantage
+        "group_std, group_mean, leave_one_out, batch_std or gae", trl=c.trl_scale, verl=c.verl_advantage
     ),
-    "algorithm.critic.lr": Counterpart("learning rate of the value model", verl=of_critic),
-    "algorithm.critic.gamma": Counterpart("discount for each action", verl=of_critic),
-    "algorithm.critic.policy_lambda": Counterpart("GAE's lambda for advantages", verl=of_critic),
+    "algorithm.critic.lr": Counterpart("learning rate of the value model", verl=c.of_critic),
+    "algorithm.critic.gamma": Counterpart("discount for each action", verl=c.of_critic),
+    "algorithm.critic.policy_lambda": Counterpart("GAE's lambda for advantages", verl=c.of_critic),
     "algorithm.critic.value_lambda": Counterpart(
-        "GAE's lambda for targets of the values", verl=of_critic, differs="verl has one lambda for both"
+        "GAE's lambda for targets of the values", verl=c.of_critic, differs="verl has one lambda for both"
     ),
-    "algorithm.critic.clip": Counterpart("largest move of a value in a step", verl=of_critic),
-    "algorithm.kl_estimator": Counterpart("k1, k2 or k3", verl=verl_kl_kind, differs="TRL has k3"),
+    "algorithm.critic.clip": Counterpart("largest move of a value in a step", verl=c.of_critic),
+    "algorithm.kl_estimator": Counterpart("k1, k2 or k3", verl=c.verl_kl_kind, differs="TRL has k3"),
     "algorithm.truncated": Counterpart(
-        "train on truncated responses, which a cap ended, or mask them", trl=when("mask")
+        "train on truncated responses, which a cap ended, or mask them", trl=c.when("mask")
     ),
     "rollout.without_signal": Counterpart(
         "groups whose rewards are all equal: skip, train or refill",
-        verl=when("refill"),
+        verl=c.when("refill"),
         differs="`refill` is DAPO's dynamic sampling",
     ),
     "rollout.engine.tensor_parallel": Counterpart(
-        "GPUs of one engine", trl=elsewhere(PLACED), verl=elsewhere(PLACED)
+        "GPUs of one engine", trl=c.elsewhere(PLACED), verl=c.elsewhere(PLACED)
     ),
     "rollout.engine.flags": Counterpart(
-        "flags of SGLang's server, e.g. mem-fraction-static", trl=elsewhere(PLACED), verl=elsewhere(PLACED)
+        "flags of SGLang's server, e.g. mem-fraction-static", trl=c.elsewhere(PLACED), verl=c.elsewhere(PLACED)
     ),
     "tracking.project": Counterpart("project in wandb, experiment in MLflow"),
     "runs": Counterpart("folder of all runs"),
 }
 
 # their defaults that differ from ours
-DEFAULTS: dict[Trainer, dict[str, object]] = {
-    Trainer.TRL: {
+DEFAULTS: dict[OtherTrainer, dict[str, object]] = {
+    OtherTrainer.TRL: {
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 1,
         "num_generations": 8,
@@ -263,7 +234,7 @@ DEFAULTS: dict[Trainer, dict[str, object]] = {
         "lora_r": 16,
         "lora_alpha": 32,
     },
-    Trainer.VERL: {
+    OtherTrainer.VERL: {
         "data.train_batch_size": 1024,
         "data.max_prompt_length": 512,
         "data.max_response_length": 512,

@@ -17,7 +17,7 @@ from laminar_lab.init.conversions import Given, MissingTermError, NoCounterpartE
 from laminar_lab.init.counterparts import COUNTERPARTS, DEFAULTS, EPOCHS
 from laminar_py.config import ConfigError
 from laminar_py.config.loading import read_tree, read_yaml
-from laminar_py.config.their_names import WITHOUT, Trainer, their_names
+from laminar_py.config.their_names import WITHOUT, OtherTrainer, their_names
 
 YAML = (".yaml", ".yml")
 PROCESSES = "num_processes"  # of `accelerate launch`
@@ -41,7 +41,7 @@ class Translation:
     batch: str = ""  # how TRL's batch was counted
 
 
-def translate(trainer: Trainer, path: Path, *, processes: int = 1) -> Translation:
+def translate(trainer: OtherTrainer, path: Path, *, processes: int = 1) -> Translation:
     """Translate a file for so many `processes` of TRL, unless the file names their number.
 
     Raises `ConfigError` if it cannot be read, has a misspelt key, or no setting of the trainer.
@@ -49,7 +49,7 @@ def translate(trainer: Trainer, path: Path, *, processes: int = 1) -> Translatio
     given = read_given(trainer, path)
     full = DEFAULTS[trainer] | given
     batch = ""
-    if trainer is Trainer.TRL and PROCESSES not in given:
+    if trainer is OtherTrainer.TRL and PROCESSES not in given:
         full[PROCESSES] = processes
         batch = _describe_batch(full, processes)
     known = {name for key in COUNTERPARTS for name in their_names(key, trainer)}
@@ -78,7 +78,7 @@ def translate(trainer: Trainer, path: Path, *, processes: int = 1) -> Translatio
 
 
 def _convert(
-    trainer: Trainer, given: Given, full: Given
+    trainer: OtherTrainer, given: Given, full: Given
 ) -> tuple[dict[str, object], dict[str, str], dict[str, NoCounterpartError]]:
     """Return our settings, their settings that are lost, each with its reason, and the errors by our setting."""
     settings: dict[str, object] = {}
@@ -117,7 +117,7 @@ def _describe_batch(full: Given, processes: int) -> str:
     )
 
 
-def _refuse_misspelt(trainer: Trainer, path: Path, given: Given, known: Collection[str]) -> None:
+def _refuse_misspelt(trainer: OtherTrainer, path: Path, given: Given, known: Collection[str]) -> None:
     """Raise `ConfigError` for a key that is nearly one of the trainer's, in the same section."""
     every = {*known, *WITHOUT[trainer], EPOCHS[trainer]}
     for name in given:
@@ -129,7 +129,7 @@ def _refuse_misspelt(trainer: Trainer, path: Path, given: Given, known: Collecti
             )
 
 
-def _reason(trainer: Trainer, name: str) -> str:
+def _reason(trainer: OtherTrainer, name: str) -> str:
     """Return why a setting has no counterpart; "" if the table does not say."""
     below = (why for key, why in WITHOUT[trainer].items() if key.endswith(".") and name.startswith(key))
     return WITHOUT[trainer].get(name) or next(below, "")
@@ -153,13 +153,13 @@ def _cuts(settings: dict[str, object]) -> bool:
     return top_p not in (1, 1.0) or any(settings.get(f"rollout.sampling.{name}") for name in others)
 
 
-def read_given(trainer: Trainer, path: Path) -> dict[str, object]:
+def read_given(trainer: OtherTrainer, path: Path) -> dict[str, object]:
     """Read a file's settings by dotted name; without values that are missing or refer to others."""
-    if trainer is Trainer.VERL and path.suffix not in YAML:
+    if trainer is OtherTrainer.VERL and path.suffix not in YAML:
         given = _overrides(path)
     else:
         tree = {key: _with_booleans(value) for key, value in read_tree(path, []).items()}
-        given = tree if trainer is Trainer.TRL else dict(_flat(tree, ""))
+        given = tree if trainer is OtherTrainer.TRL else dict(_flat(tree, ""))
     return {name: value for name, value in given.items() if not _is_open(value)}
 
 

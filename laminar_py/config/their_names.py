@@ -12,7 +12,7 @@ ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "roll
 OPTIM = f"{ACTOR}.optim"
 
 
-class Trainer(StrEnum):
+class OtherTrainer(StrEnum):
     """Trainers whose names are known, and whose files `laminar init --from` reads."""
 
     TRL = "trl"
@@ -98,8 +98,8 @@ NAMES = {
 }
 
 # their settings that have no counterpart, and why; a name that ends with a dot stands for all below it
-WITHOUT: dict[Trainer, dict[str, str]] = {
-    Trainer.TRL: {
+WITHOUT: dict[OtherTrainer, dict[str, str]] = {
+    OtherTrainer.TRL: {
         "bf16": "GPUs compute in bf16 with fp32 masters",
         "fp16": "GPUs compute in bf16 with fp32 masters",
         "dtype": "the model's own is served, masters are fp32",
@@ -123,7 +123,7 @@ WITHOUT: dict[Trainer, dict[str, str]] = {
         "vllm_importance_sampling_correction": "algorithm.proximal and algorithm.correction",
         "vllm_importance_sampling_mode": "algorithm.proximal and algorithm.correction",
     },
-    Trainer.VERL: {
+    OtherTrainer.VERL: {
         "critic.": "a critic has the policy's settings, but for algorithm.critic",
         "trainer.critic_warmup": "policy and critic learn from the first step on",
         "trainer.val_before_train": "sets are evaluated before and after RL",
@@ -141,13 +141,13 @@ WITHOUT: dict[Trainer, dict[str, str]] = {
         "actor_rollout_ref.ref.": "packer.max_tokens; the reference is sharded as the learner",
     },
 }
-_TITLES = {Trainer.TRL: "TRL", Trainer.VERL: "verl"}
+_TITLES = {OtherTrainer.TRL: "TRL", OtherTrainer.VERL: "verl"}
 VERL_SECTIONS = ("actor_rollout_ref", "critic", "custom_reward_function", "reward_model", "trainer")
 
 
-def their_names(key: str, trainer: Trainer) -> tuple[str, ...]:
+def their_names(key: str, trainer: OtherTrainer) -> tuple[str, ...]:
     """Return the names of our setting `key` in another trainer; none without a counterpart."""
-    return tuple(NAMES.get(key, ("", ""))[trainer is Trainer.VERL].split())
+    return tuple(NAMES.get(key, ("", ""))[trainer is OtherTrainer.VERL].split())
 
 
 def our_keys(name: str) -> list[tuple[str, str]]:
@@ -158,7 +158,7 @@ def our_keys(name: str) -> list[tuple[str, str]]:
     return [
         (key, f"{_TITLES[trainer]}'s {name}")
         for key in NAMES
-        for trainer in Trainer
+        for trainer in OtherTrainer
         if name in [full.rpartition(".")[2] for full in their_names(key, trainer) if "val_kwargs" not in full]
     ]
 
@@ -167,7 +167,7 @@ def reason_without(name: str) -> str:
     """Return what to do about a name of another trainer that has no counterpart, e.g. `bf16`; "" if unknown."""
     found = (
         f"{_TITLES[trainer]}'s {name} has no counterpart: {why}; "
-        for trainer in Trainer
+        for trainer in OtherTrainer
         for full, why in WITHOUT[trainer].items()
         if full.rpartition(".")[2] == name
     )

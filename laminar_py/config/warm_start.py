@@ -20,7 +20,7 @@ class WarmStartConfig(Section):
     """Folder of cached results."""
 
 
-Progress: TypeAlias = Callable[[int, int, float], None]
+OnStep: TypeAlias = Callable[[int, int, float], None]
 """Function that is called after each step with the steps done, all steps, and the loss."""
 
 
@@ -35,7 +35,7 @@ class WarmStartKind:
     """Read them before a run, and refuse demonstrations or a model that this kind cannot train."""
     folder: Callable[[Any], Path]
     """Return the folder of the result, whose name depends on all inputs. It appears when it is complete."""
-    make: Callable[[Any, Progress], None]
+    make: Callable[[Any, OnStep], None]
     """Make the folder, unless it is there. The process of the learner's rank 0 calls it; the other ranks wait."""
 
 

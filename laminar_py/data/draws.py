@@ -30,7 +30,7 @@ LEAST_EXPECTED = 20  # draws below which a normal test does not hold
 REMEDY = "stop the run: what it trains on is not what data.train says"
 
 
-class Rows(Protocol):
+class SourceRows(Protocol):
     """The rows of a source, e.g. a `ProblemSet`."""
 
     def __len__(self) -> int: ...
@@ -124,7 +124,9 @@ class Draws:
     `num_open(source)` is the number of rows that the order may draw now: of the open levels under `curriculum`.
     """
 
-    def __init__(self, sources: Sequence[Rows], settings: DataConfig, *, num_open: Callable[[int], int]) -> None:
+    def __init__(
+        self, sources: Sequence[SourceRows], settings: DataConfig, *, num_open: Callable[[int], int]
+    ) -> None:
         self.fault = ""
         self._sources = sources
         self._order = settings.order

@@ -16,30 +16,7 @@ from weakref import WeakValueDictionary
 
 from laminar_py.ledger.rows import Accounting
 from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.records.events import (
-    AnyEvent,
-    Assigned,
-    Consumed,
-    Cut,
-    Dropped,
-    Evaluated,
-    Event,
-    Finished,
-    Interrupted,
-    Issued,
-    Ready,
-    Relayed,
-    Replayed,
-    Restamped,
-    RolledBack,
-    RunStarted,
-    Scored,
-    Stepped,
-    StreamLost,
-    Undone,
-    VersionLoaded,
-    VersionPublished,
-)
+from laminar_py.records import events as e
 from laminar_py.records.pieces import ColumnRef, TokensRef
 from laminar_py.records.spans import (
     Span,
@@ -52,22 +29,6 @@ from laminar_py.records.spans import (
 )
 from laminar_py.records.trajectory import Kind, Status
 from laminar_py.records.weights import Published
-
-TrajectoryEvent = (
-    Issued
-    | Assigned
-    | Interrupted
-    | StreamLost
-    | Restamped
-    | Finished
-    | Cut
-    | Scored
-    | Ready
-    | Consumed
-    | Replayed
-    | Undone
-    | Dropped
-)
 
 
 class IllegalEventError(AssertionError):
@@ -111,9 +72,9 @@ class RunClock:
     wall: float | None = None  # of the event that set it, None before the first
     mono: float = 0.0
 
-    def at(self, wall: float, mono: float, event: AnyEvent) -> float:
+    def at(self, wall: float, mono: float, event: e.AnyEvent) -> float:
         """Return the time of an event from its two stamps; the first event and each `RunStarted` set the clock."""
-        if self.wall is None or type(event) is RunStarted:
+        if self.wall is None or type(event) is e.RunStarted:
             self.wall, self.mono = wall, mono
         return self.wall + (mono - self.mono)
 
@@ -135,30 +96,30 @@ class Machine:
         self.clock = RunClock()
         self._now = 0.0  # time of the event being applied
         self._recall = recall
-        self._handlers: dict[type[Event], Callable[..., LiveTrajectory | None]] = {
-            Issued: self._issued,
-            Assigned: self._assigned,
-            Interrupted: self._interrupted,
-            StreamLost: self._stream_lost,
-            Restamped: self._restamped,
-            Finished: self._finished,
-            Cut: self._cut,
-            Scored: self._scored,
-            Ready: self._ready,
-            Consumed: self._consumed,
-            Replayed: self._record_replay,
-            Undone: self._undone,
-            Dropped: self._dropped,
-            RunStarted: self._run_started,
-            VersionPublished: self._version_published,
-            VersionLoaded: self._version_seen,
-            Relayed: self._version_seen,
-            Stepped: self._stepped,
-            RolledBack: self._rolled_back,
-            Evaluated: self._evaluated,
+        self._handlers: dict[type[e.Event], Callable[..., LiveTrajectory | None]] = {
+            e.Issued: self._issued,
+            e.Assigned: self._assigned,
+            e.Interrupted: self._interrupted,
+            e.StreamLost: self._stream_lost,
+            e.Restamped: self._restamped,
+            e.Finished: self._finished,
+            e.Cut: self._cut,
+            e.Scored: self._scored,
+            e.Ready: self._ready,
+            e.Consumed: self._consumed,
+            e.Replayed: self._record_replay,
+            e.Undone: self._undone,
+            e.Dropped: self._dropped,
+            e.RunStarted: self._run_started,
+            e.VersionPublished: self._version_published,
+            e.VersionLoaded: self._version_seen,
+            e.Relayed: self._version_seen,
+            e.Stepped: self._stepped,
+            e.RolledBack: self._rolled_back,
+            e.Evaluated: self._evaluated,
         }
 
-    def apply(self, seq: int, event: AnyEvent, *, wall: float, mono: float) -> LiveTrajectory | None:
+    def apply(self, seq: int, event: e.AnyEvent, *, wall: float, mono: float) -> LiveTrajectory | None:
         """Apply event number `seq`, stamped by wall and monotonic clock; return the changed trajectory or None.
 
         Raises `IllegalEventError` if the event contradicts the state.
@@ -222,7 +183,7 @@ class Machine:
 
     # ---- trajectories
 
-    def _issued(self, event: Issued) -> LiveTrajectory:
+    def _issued(self, event: e.Issued) -> LiveTrajectory:
         """Add a queued trajectory with the next number."""
         if event.trajectory_id in self.live:
             _refuse(event, "it is live already")
@@ -244,7 +205,7 @@ class Machine:
         self.counts.of_kind(row.kind).issued += 1
         return row
 
-    def _assigned(self, event: Assigned) -> LiveTrajectory:
+    def _assigned(self, event: e.Assigned) -> LiveTrajectory:
         """Let a trajectory run on a replica; a new epoch adds its time on the earlier replica to `used_s`."""
         row = self._find(event, Status.QUEUED, Status.INTERRUPTED)
         if event.epoch < row.epoch:
@@ -257,7 +218,7 @@ class Machine:
             row.started_s = self._now
         return row
 
-    def _interrupted(self, event: Interrupted) -> LiveTrajectory:
+    def _interrupted(self, event: e.Interrupted) -> LiveTrajectory:
         """Stop a running trajectory, which keeps its tokens."""
         row = self._find(event, Status.RUNNING)
         _require_epoch(event, event.epoch, row)
@@ -265,13 +226,13 @@ class Machine:
         row.status = Status.INTERRUPTED
         return row
 
-    def _stream_lost(self, event: StreamLost) -> LiveTrajectory:
+    def _stream_lost(self, event: e.StreamLost) -> LiveTrajectory:
         """Check an event about a running trajectory, whose state stays the same."""
         row = self._find(event, Status.RUNNING)
         _require_length(event, event.length, row)
         return row
 
-    def _restamped(self, event: Restamped) -> LiveTrajectory:
+    def _restamped(self, event: e.Restamped) -> LiveTrajectory:
         """Replace a running trajectory's spans, and so the weight versions of its tokens."""
         row = self._find(event, Status.RUNNING)
         if not covers(event.spans, 0, row.length):
@@ -281,7 +242,7 @@ class Machine:
         row.spans, row.restamped = encode_spans(row.token_spans), row.length
         return row
 
-    def _finished(self, event: Finished) -> LiveTrajectory:
+    def _finished(self, event: e.Finished) -> LiveTrajectory:
         """Finish a running trajectory with the final spans and digest of its response."""
         row = self._find(event, Status.RUNNING)
         _require_epoch(event, event.epoch, row)
@@ -298,13 +259,13 @@ class Machine:
         row.finished_s = self._now
         return row
 
-    def _cut(self, event: Cut) -> LiveTrajectory:
+    def _cut(self, event: e.Cut) -> LiveTrajectory:
         """Note the cap that ends or ended a response."""
         row = self._find(event, Status.RUNNING, Status.FINISHED)
         row.cap = event.cap
         return row
 
-    def _scored(self, event: Scored) -> LiveTrajectory:
+    def _scored(self, event: e.Scored) -> LiveTrajectory:
         """Give a finished trajectory its reward."""
         row = self._find(event, Status.FINISHED)
         _require_finite(event, event.reward, *(credit.reward for credit in event.roles))
@@ -315,7 +276,7 @@ class Machine:
             row.term_values = event.term_values
         return row
 
-    def _ready(self, event: Ready) -> LiveTrajectory:
+    def _ready(self, event: e.Ready) -> LiveTrajectory:
         """Give a scored trajectory its advantage."""
         row = self._find(event, Status.SCORED)
         _require_finite(
@@ -325,7 +286,7 @@ class Machine:
         row.advantage, row.advantage_scale, row.roles = event.advantage, event.advantage_scale, event.roles
         return row
 
-    def _consumed(self, event: Consumed) -> LiveTrajectory:
+    def _consumed(self, event: e.Consumed) -> LiveTrajectory:
         """End a ready trajectory on which a learner step trained."""
         row = self._find(event, Status.READY)
         _require_finite(event, event.weight)
@@ -336,7 +297,7 @@ class Machine:
         self.counts.of_kind(row.kind).consumed += 1
         return row
 
-    def _record_replay(self, event: Replayed) -> None:
+    def _record_replay(self, event: e.Replayed) -> None:
         """Count a replay of a trajectory that an earlier step consumed, at most one in a step; its row stays."""
         row = self._require_consumed(event)
         _require_finite(event, event.weight)
@@ -349,7 +310,7 @@ class Machine:
         self.replays[event.step] += 1
         self.counts.train.replayed += 1
 
-    def _undone(self, event: Undone) -> LiveTrajectory:
+    def _undone(self, event: e.Undone) -> LiveTrajectory:
         """Make a consumed trajectory ready again, since its step is undone."""
         row = self._require_consumed(event)
         if row.step != event.step:
@@ -360,7 +321,7 @@ class Machine:
         self.counts.of_kind(row.kind).consumed -= 1
         return row
 
-    def _dropped(self, event: Dropped) -> LiveTrajectory:
+    def _dropped(self, event: e.Dropped) -> LiveTrajectory:
         """End a live trajectory without training on it."""
         row = self.live.pop(event.trajectory_id, None)
         if row is None:
@@ -373,23 +334,23 @@ class Machine:
 
     # ---- the rest of the run
 
-    def _run_started(self, event: RunStarted) -> None:
+    def _run_started(self, event: e.RunStarted) -> None:
         """Note a controller's start; its incarnation must exceed all earlier ones."""
         if event.incarnation <= self.marks.incarnation:
             _refuse(event, f"incarnation {self.marks.incarnation} is on record")
         self.marks.incarnation = event.incarnation
 
-    def _version_published(self, event: VersionPublished) -> None:
+    def _version_published(self, event: e.VersionPublished) -> None:
         """Note a version that the learner published; it must exceed all earlier ones."""
         if event.version <= self.marks.version:
             _refuse(event, f"version {self.marks.version} was published before; numbers are never reused")
         self.marks.published(event.version)
 
-    def _version_seen(self, event: VersionLoaded | Relayed) -> None:
-        num_bytes = event.num_bytes if isinstance(event, Relayed) else 0
+    def _version_seen(self, event: e.VersionLoaded | e.Relayed) -> None:
+        num_bytes = event.num_bytes if isinstance(event, e.Relayed) else 0
         self.marks.note_unpublished(event.version, event.digest, num_bytes=num_bytes)
 
-    def _stepped(self, event: Stepped) -> None:
+    def _stepped(self, event: e.Stepped) -> None:
         """Note a learner step; its number must exceed all earlier ones that no rollback undid."""
         if event.step <= self.marks.step:
             _refuse(event, f"step {self.marks.step} is done")
@@ -397,7 +358,7 @@ class Machine:
         self._replayed.clear()
         self.marks.step = event.step
 
-    def _rolled_back(self, event: RolledBack) -> None:
+    def _rolled_back(self, event: e.RolledBack) -> None:
         """Set the last step back, and forget the replays of later steps."""
         if event.step > self.marks.step:
             _refuse(event, f"the last step is {self.marks.step}")
@@ -406,10 +367,10 @@ class Machine:
         self._replayed.clear()
         self.marks.step = event.step
 
-    def _evaluated(self, event: Evaluated) -> None:
+    def _evaluated(self, event: e.Evaluated) -> None:
         _require_finite(event, event.figures.mean.value)
 
-    def _find(self, event: TrajectoryEvent, *allowed: Status) -> LiveTrajectory:
+    def _find(self, event: e.TrajectoryEvent, *allowed: Status) -> LiveTrajectory:
         """Return the live trajectory of an event. Raises `IllegalEventError` if its status is not `allowed`."""
         row = self.live.get(event.trajectory_id)
         if row is None:
@@ -418,7 +379,7 @@ class Machine:
             _refuse(event, f"it is {row.status}")
         return row
 
-    def _require_consumed(self, event: Undone | Replayed) -> LiveTrajectory:
+    def _require_consumed(self, event: e.Undone | e.Replayed) -> LiveTrajectory:
         """Return the consumed trajectory of an event. Raises `IllegalEventError`."""
         row = self.find_consumed(event.trajectory_id)
         if row is None:
@@ -432,21 +393,21 @@ def undo(row: LiveTrajectory) -> None:
     row.step = row.version = row.staleness = row.weight = row.ended_s = None
 
 
-def _refuse(event: AnyEvent, why: str) -> NoReturn:
+def _refuse(event: e.AnyEvent, why: str) -> NoReturn:
     raise IllegalEventError(f"{event} cannot happen: {why}")
 
 
-def _require_epoch(event: AnyEvent, epoch: int, row: LiveTrajectory) -> None:
+def _require_epoch(event: e.AnyEvent, epoch: int, row: LiveTrajectory) -> None:
     if epoch != row.epoch:
         _refuse(event, f"its epoch is {row.epoch}")
 
 
-def _require_length(event: AnyEvent, length: int, row: LiveTrajectory) -> None:
+def _require_length(event: e.AnyEvent, length: int, row: LiveTrajectory) -> None:
     if length != row.length:
         _refuse(event, f"{row.length} of its tokens are stored")
 
 
-def _require_finite(event: AnyEvent, *values: float) -> None:
+def _require_finite(event: e.AnyEvent, *values: float) -> None:
     """Raise `IllegalEventError` for NaN and infinity, which JSON cannot express."""
     for value in values:
         if not isfinite(value):

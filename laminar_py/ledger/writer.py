@@ -13,32 +13,8 @@ import msgspec
 
 from laminar_py.ledger.pieces import INSERT, PieceRow
 from laminar_py.ledger.rows import TRAJECTORY_COLUMNS
+from laminar_py.records import events as e
 from laminar_py.records.codec import event_hash, prompt_digest
-from laminar_py.records.events import (
-    Alarmed,
-    AnyEvent,
-    Checkpointed,
-    Consumed,
-    Evaluated,
-    PartCrashed,
-    PartStarted,
-    Pulled,
-    Reattached,
-    RefillStopped,
-    Relayed,
-    RelayGaveUp,
-    Replayed,
-    RolledBack,
-    RunEnded,
-    RunStarted,
-    SealBroken,
-    SettingChanged,
-    Stepped,
-    StepSkipped,
-    Unquantized,
-    VersionLoaded,
-    VersionPublished,
-)
 from laminar_py.records.trajectory import Prompt
 
 _UPDATED = TRAJECTORY_COLUMNS[TRAJECTORY_COLUMNS.index("status") :]
@@ -49,33 +25,33 @@ _UPSERT_TRAJECTORY = (
 
 # Statements by which events that are not about a trajectory change other tables; event fields are the parameters.
 _STATEMENTS: dict[type, tuple[str, ...]] = {
-    RunStarted: (
+    e.RunStarted: (
         "INSERT INTO incarnation VALUES (:seq, :incarnation, :host, :pid, :config_digest, :drain,"
         " :max_staleness, :resumed_step, NULL)",
     ),
-    RunEnded: ("UPDATE incarnation SET ended = :reason WHERE incarnation = :incarnation",),
-    VersionPublished: (
+    e.RunEnded: ("UPDATE incarnation SET ended = :reason WHERE incarnation = :incarnation",),
+    e.VersionPublished: (
         "INSERT INTO version VALUES (:seq, :version, :step, :incarnation, :parent, :digest, :num_bytes,"
         " :stall_s, 0)",
     ),
-    Stepped: (
+    e.Stepped: (
         "INSERT INTO step VALUES (:seq, :step, :incarnation, :num_trajectories, :num_tokens, :loss, :grad_norm,"
         " :reward, :elapsed_s, :waited_s, :reference_s, 0)",
     ),
-    Replayed: ("INSERT INTO replay VALUES (:seq, :trajectory_id, :step, :version, :staleness, :weight, 0)",),
-    Checkpointed: ("INSERT INTO checkpoint VALUES (:seq, :step, :version, :path, 0)",),
-    RolledBack: (
+    e.Replayed: ("INSERT INTO replay VALUES (:seq, :trajectory_id, :step, :version, :staleness, :weight, 0)",),
+    e.Checkpointed: ("INSERT INTO checkpoint VALUES (:seq, :step, :version, :path, 0)",),
+    e.RolledBack: (
         "UPDATE step SET undone = 1 WHERE step > :step",
         "UPDATE replay SET undone = 1 WHERE step > :step",
         "UPDATE checkpoint SET undone = 1 WHERE step > :step",
         "UPDATE version SET undone = 1 WHERE step > :step",
     ),
-    Evaluated: (
+    e.Evaluated: (
         "INSERT INTO evaluation VALUES (:seq, :pass_id, :set_name, :version, :step, :rl_s, :problems, :samples,"
         " :mean)",
     ),
 }
-DURABLE = (Stepped, Consumed, Replayed, Checkpointed, SealBroken, RunEnded)
+DURABLE = (e.Stepped, e.Consumed, e.Replayed, e.Checkpointed, e.SealBroken, e.RunEnded)
 """Events whose batch is synced: weights are trained and files are deleted because of them."""
 SIDE_TABLES = ("incarnation", "version", "step", "replay", "checkpoint", "evaluation")
 
@@ -86,7 +62,7 @@ class Stamped(msgspec.Struct, frozen=True, gc=False):
     seq: int
     wall: float
     mono: float
-    event: AnyEvent
+    event: e.AnyEvent
 
 
 @dataclass(slots=True, kw_only=True)
@@ -161,44 +137,46 @@ class Writer:
 
 
 _encoder = msgspec.json.Encoder()
-_kinds = {kind: str(kind.__struct_config__.tag) for kind in get_args(AnyEvent)}
+_kinds = {kind: str(kind.__struct_config__.tag) for kind in get_args(e.AnyEvent)}
 
 
-def apply_to_tables(connection: sqlite3.Connection, seq: int, event: AnyEvent) -> None:
+def apply_to_tables(connection: sqlite3.Connection, seq: int, event: e.AnyEvent) -> None:
     """Update `SIDE_TABLES` by event number `seq`; most events change none."""
     for statement in _STATEMENTS.get(type(event), ()):
         connection.execute(statement, {**_values(event), "seq": seq})
 
 
-def _values(event: AnyEvent) -> dict[str, object]:
+def _values(event: e.AnyEvent) -> dict[str, object]:
     """Return an event's fields as SQL parameters; an evaluation's parameters are the figures with a column."""
     values = msgspec.structs.asdict(event)
-    if isinstance(event, Evaluated):
+    if isinstance(event, e.Evaluated):
         figures = event.figures
         values |= {"problems": figures.problems, "samples": figures.samples, "mean": figures.mean.value}
         del values["figures"]
     return values
 
 
-def _subject(event: AnyEvent) -> str:
+def _subject(event: e.AnyEvent) -> str:
     """Return the column `subject` of an event: a trajectory, replica, relay node, part, version or step."""
     trajectory_id = getattr(event, "trajectory_id", None)
     if trajectory_id is not None:
         return str(trajectory_id)
     match event:
-        case VersionLoaded():
+        case e.VersionLoaded():
             return f"replica-{event.replica}"
-        case Relayed() | Pulled() | RelayGaveUp() | Reattached():
+        case e.Relayed() | e.Pulled() | e.RelayGaveUp() | e.Reattached():
             return event.node
-        case PartStarted() | PartCrashed():
+        case e.PartStarted() | e.PartCrashed():
             return event.part
-        case VersionPublished() | Evaluated():
+        case e.VersionPublished() | e.Evaluated():
             return f"version-{event.version}"
-        case Alarmed():
+        case e.Alarmed():
             return event.part
-        case SettingChanged():
+        case e.SettingChanged():
             return event.name
-        case Unquantized() | Stepped() | StepSkipped() | RefillStopped() | Checkpointed() | RolledBack():
+        case (
+            e.Unquantized() | e.Stepped() | e.StepSkipped() | e.RefillStopped() | e.Checkpointed() | e.RolledBack()
+        ):
             return f"step-{event.step}"
         case _:
             return ""

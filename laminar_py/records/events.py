@@ -484,14 +484,8 @@ class Evaluated(Event, frozen=True, kw_only=True):
     figures: SetFigures
 
 
-AnyEvent = (
-    RunStarted
-    | Scaled
-    | SettingChanged
-    | Unquantized
-    | ReplicaLeft
-    | RunEnded
-    | Issued
+TrajectoryEvent = (
+    Issued
     | Assigned
     | Interrupted
     | Finished
@@ -504,6 +498,15 @@ AnyEvent = (
     | Replayed
     | Undone
     | Dropped
+)
+AnyEvent = (
+    TrajectoryEvent
+    | RunStarted
+    | Scaled
+    | SettingChanged
+    | Unquantized
+    | ReplicaLeft
+    | RunEnded
     | VersionPublished
     | VersionLoaded
     | Repacked

@@ -24,6 +24,7 @@ from laminar_py.relay.delta import MIN_SPACING, Difference, Elements, elements
 from laminar_py.relay.mapped_file import MappedFile
 from laminar_py.relay.messages import Manifest
 from laminar_py.relay.stored_version import StoredVersion
+from laminar_py.relay.version_layout import HeaderEntry
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +34,6 @@ _PLACE = 8  # bytes of a place
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "I16": 2, "F32": 4, "I32": 4}
 _ENTRY_BYTES = 160  # at most, of a tensor in a header, besides its name
 _ALIGNMENT = 64
-
-
-class _HeaderEntry(msgspec.Struct, frozen=True):
-    """A tensor in the header of a safetensors file; the defaults stand for the metadata, which are no tensor."""
-
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    data_offsets: tuple[int, int] = (0, 0)  # [begin, end) in bytes, counted from the end of the header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +233,7 @@ class ChangesFile:
 
     def _make_header(self) -> bytes:
         """Describe the tensors' places and values, and the holes that are left in the regions."""
-        header: dict[str, Mapping[str, str] | _HeaderEntry] = {
+        header: dict[str, Mapping[str, str] | HeaderEntry] = {
             "__metadata__": {
                 "base": str(self._base.manifest.version),
                 "version": str(self._manifest.version),
@@ -249,7 +242,7 @@ class ChangesFile:
 
         def put(name: str, dtype: str, begin: int, count: int, item_bytes: int) -> None:
             begin -= self._header_bytes
-            header[name] = _HeaderEntry(dtype, (count,), (begin, begin + count * item_bytes))
+            header[name] = HeaderEntry(dtype, (count,), (begin, begin + count * item_bytes))
 
         for (file, tensor), changed in self._tensors.items():
             name, dtype = self._layouts[file].names[tensor], self._layouts[file].dtypes[tensor]
@@ -327,7 +320,7 @@ def _read_layout(path: Path, width: int) -> _Layout:
         if size + 8 > os.fstat(source.fileno()).st_size:
             raise _NoChangesError(f"{path} is no safetensors file")
         try:
-            header = msgspec.json.decode(source.read(size), type=dict[str, _HeaderEntry])
+            header = msgspec.json.decode(source.read(size), type=dict[str, HeaderEntry])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _NoChangesError(f"{path}: {error}") from None
     with suppress(KeyError):

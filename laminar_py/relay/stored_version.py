@@ -127,10 +127,6 @@ class StoredVersion:
         """True if neither the chunk nor its delta is here; `is_chunk` must hold for it."""
         return self._states[file][index] == _MISSING
 
-    def has_file(self, file: int) -> bool:
-        """True if all chunks of the file are here in full."""
-        return self._num_missing[file] == self._num_deltas[file] == 0
-
     def has_arrived(self, file: int) -> bool:
         """True if the file lacks no chunk: the bytes or the delta of each are here."""
         return self._num_missing[file] == 0

@@ -33,17 +33,17 @@ _DTYPES = {  # torch's name: name in safetensors
 }
 
 
-class _HeaderEntry(msgspec.Struct, frozen=True):
-    """A tensor in the header of a safetensors file."""
+class HeaderEntry(msgspec.Struct, frozen=True):
+    """A tensor in the header of a safetensors file; the defaults stand for the metadata, which are no tensor."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]  # [begin, end) in bytes, counted from the end of the header
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)  # [begin, end) in bytes, counted from the end of the header
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Place of a tensor, e.g. `Place(0, 131_072, stored)`."""
+class TensorPlace:
+    """Place of a tensor, e.g. `TensorPlace(0, 131_072, stored)`."""
 
     file: int
     position: int  # first byte in the file
@@ -60,7 +60,7 @@ class FileLayout:
     def __init__(self, name: str) -> None:
         self.name = name
         self.size = HEADER_BYTES  # bytes so far
-        self._header: dict[str, _HeaderEntry] = {}
+        self._header: dict[str, HeaderEntry] = {}
         # 8 bytes of length and a brace; each entry adds its own bytes and the comma or brace behind it.
         self._header_bytes = 9
 
@@ -68,7 +68,7 @@ class FileLayout:
         """Add a tensor at the end; False if it does not fit. The first always fits, since none is split."""
         num_bytes = math.prod(stored.shape) * stored.dtype.itemsize
         begin = self.size - HEADER_BYTES
-        entry = _HeaderEntry(_DTYPES[str(stored.dtype)], tuple(stored.shape), (begin, begin + num_bytes))
+        entry = HeaderEntry(_DTYPES[str(stored.dtype)], tuple(stored.shape), (begin, begin + num_bytes))
         header_bytes = self._header_bytes + len(msgspec.json.encode({stored.name: entry})) - 1
         if self._header and (self.size + num_bytes > shard_bytes or header_bytes > HEADER_BYTES):
             return False
@@ -96,7 +96,7 @@ class VersionLayout:
     """All files of a version, and the place of each tensor by its name."""
 
     files: list[FileLayout]
-    places: dict[str, Place]
+    places: dict[str, TensorPlace]
 
 
 def lay_out(tensors: Iterable[StoredTensor], *, version: int, shard_bytes: int) -> VersionLayout:
@@ -105,7 +105,7 @@ def lay_out(tensors: Iterable[StoredTensor], *, version: int, shard_bytes: int) 
     Raises `ValueError` for a name that comes twice, for a dtype without a name, or if there are no tensors.
     """
     files: list[FileLayout] = []
-    places: dict[str, Place] = {}
+    places: dict[str, TensorPlace] = {}
     for stored in tensors:
         if stored.name in places:
             raise ValueError(f"tensor {stored.name} comes twice in version {version}; name each once")
@@ -118,7 +118,7 @@ def lay_out(tensors: Iterable[StoredTensor], *, version: int, shard_bytes: int) 
             files.append(FileLayout(f"model-{len(files) + 1:05}.safetensors"))
             position = files[-1].size
             files[-1].add(stored, shard_bytes=shard_bytes)
-        places[stored.name] = Place(len(files) - 1, position, stored)
+        places[stored.name] = TensorPlace(len(files) - 1, position, stored)
     if not files:
         raise ValueError(f"version {version} has no tensors; publish at least one")
     return VersionLayout(files, places)

@@ -116,7 +116,7 @@ class PredictivePlanner:
             limit = min(limit, int(CACHE_READS * speed.step_s / speed.step_s_per_token))
         return max(0, limit - survey.kv_used)
 
-    def _sources(self, ordered: Sequence["_Source"], free: Mapping[int, int]) -> list["_Source"]:
+    def _sources(self, ordered: Sequence["_PricedReplica"], free: Mapping[int, int]) -> list["_PricedReplica"]:
         """Return the emptiest replicas that gain, as many as the others have room for in this round.
 
         `free` has each replica's room in KV tokens now, `spare` its room at its responses' ends. A replica whose
@@ -129,7 +129,7 @@ class PredictivePlanner:
         slots = sum(source.survey.slots - len(source.survey.running) for source in ordered)
         spare = {source.survey.replica: max(0, source.survey.kv_capacity - source.peak) for source in ordered}
         unclaimed = sum(spare.values())
-        emptied: list[_Source] = []
+        emptied: list[_PricedReplica] = []
         for source in ordered:
             survey = source.survey
             longest = max(held.context for held in survey.running) + self._context.growth
@@ -144,7 +144,7 @@ class PredictivePlanner:
             emptied.append(source)
         return emptied
 
-    def _spread(self, source: "_Source", rooms: list[tuple[int, int, int, int, int, int]]) -> list[Move]:
+    def _spread(self, source: "_PricedReplica", rooms: list[tuple[int, int, int, int, int, int]]) -> list[Move]:
         """Return moves for all trajectories on a source, longest first; none if a trajectory fits nowhere.
 
         `rooms` is a heap of destinations, whose room the moves take: (KV tokens at its responses' ends above its
@@ -163,7 +163,7 @@ class PredictivePlanner:
         rooms[:] = left
         return moves
 
-    def _price(self, tail: Sequence[Survey]) -> list["_Source"]:
+    def _price(self, tail: Sequence[Survey]) -> list["_PricedReplica"]:
         """Return the gains and costs of emptying each replica of `tail`, in seconds of a replica.
 
         The price of a response with `context` tokens now, which has `decoded` and `read` tokens of model and
@@ -200,7 +200,7 @@ class PredictivePlanner:
         alone_s *= (AWAY_PRIOR + len(running)) / (AWAY_PRIOR + sum(not response.is_away for response in running))
         gains_s = np.where([one.held_s > self._context.hold_s for one in tail], np.inf, alone_s - costs_s)
         return [
-            _Source(
+            _PricedReplica(
                 survey=survey,
                 held=int(held[place]),
                 peak=self._claimed(survey),
@@ -217,7 +217,7 @@ def _has_turns(survey: Survey) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
+class _PricedReplica:
     """A replica that a round may empty, with its price in seconds of a replica, see `PredictivePlanner._price`."""
 
     survey: Survey

@@ -26,8 +26,6 @@ from laminar_py.records.events import (
     Cut,
     Dropped,
     Evaluated,
-    Finished,
-    Issued,
     Ready,
     Scored,
     Stepped,
@@ -36,6 +34,7 @@ from laminar_py.records.events import (
 from laminar_py.records.scoring import Score, TermValue
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, Kind, Prompt, Status
 from tests.builders import make_evaluated
+from tests.events import finished, issued
 
 SIZE = 8
 
@@ -158,14 +157,7 @@ def test_drops_that_prefer_a_task_or_long_responses_are_named_and_even_drops_are
 def issue(check: BatchCheck, group: int, members: int) -> list[LiveTrajectory]:
     rows = [row(group, sample) for sample in range(members)]
     for live in rows:
-        event = Issued(
-            trajectory_id=live.id,
-            group_id=live.group_id,
-            prompt_id="p",
-            prompt_index=0,
-            sample_index=live.sample_index,
-            kind=Kind.TRAIN,
-        )
+        event = issued(live.id, prompt_id="p")
         assert not list(check.opened(event, live))
     return rows
 
@@ -269,15 +261,8 @@ def test_a_response_that_is_full_below_the_runs_limit_is_named(
     length: int, has_environment: bool, named: int
 ) -> None:
     check, live = LengthCheck(has_environment=has_environment), row(1)
-    end = Finished(
-        trajectory_id=live.id,
-        epoch=1,
-        finish_reason=FinishReason.LENGTH,
-        spans=(),
-        length=length,
-        digest="",
-        queue_s=0.0,
-        generate_s=0.0,
+    end = finished(
+        live.id, (), finish_reason=FinishReason.LENGTH, length=length, digest="", queue_s=0.0, generate_s=0.0
     )
     assert not list(check.was_cut(Cut(live.id, Cap.TOKENS, 100.0), live))
     assert len(list(check.finished(end, live))) == named

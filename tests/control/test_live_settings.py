@@ -11,11 +11,12 @@ from laminar_py.config.rollout import StalePolicy
 from laminar_py.config.section import ConfigError
 from laminar_py.control.alarms.data import StalenessCheck
 from laminar_py.control.live_settings import LiveSettings
-from laminar_py.records.events import Consumed, RunStarted, SettingChanged, Stepped, VersionPublished
+from laminar_py.records.events import Consumed, RunStarted, SettingChanged, VersionPublished
 from laminar_py.records.trajectory import DropReason, Kind
 from tests.control.fleet import Fleet, settle
 from tests.control.test_consumption import make_fleet, make_ready, reasons, take
 from tests.control.test_steering import ROW
+from tests.events import stepped
 from tests.runs.runs import REPO
 
 BOUND = "staleness.max_staleness"
@@ -143,17 +144,8 @@ def published(version, step):
     )
 
 
-def stepped(step):
-    return Stepped(
-        step=step,
-        incarnation=1,
-        num_trajectories=1,
-        num_tokens=1,
-        loss=0.1,
-        grad_norm=0.1,
-        reward=None,
-        elapsed_s=1.0,
-    )
+def step_made(step):
+    return stepped(step, num_trajectories=1, num_tokens=1, grad_norm=0.1, reward=None, elapsed_s=1.0)
 
 
 def set_bound(value):
@@ -168,7 +160,7 @@ def judge(*events):
 
 
 def test_the_audit_judges_a_trajectory_by_the_bound_in_force_at_its_step():
-    begin = [made(1), published(0, 0), consumed(1, 0), stepped(1), consumed(2, 1), stepped(2)]
+    begin = [made(1), published(0, 0), consumed(1, 0), step_made(1), consumed(2, 1), step_made(2)]
     assert judge(*begin, set_bound(2), consumed(3, 2)) == []
     assert "2 exceeds the bound of 1" in judge(*begin, consumed(3, 2))[0]
     assert "2 exceeds the bound of 1" in judge(*begin, set_bound(8), set_bound(1), consumed(3, 2))[0]
@@ -176,7 +168,7 @@ def test_the_audit_judges_a_trajectory_by_the_bound_in_force_at_its_step():
 
 
 def test_the_audit_judges_by_the_bound_of_the_consumption_where_the_version_is_recorded_later():
-    late = [made(0), consumed(1, 0), stepped(1), set_bound(4), consumed(2, 1), stepped(2), set_bound(0)]
+    late = [made(0), consumed(1, 0), step_made(1), set_bound(4), consumed(2, 1), step_made(2), set_bound(0)]
     assert judge(*late, published(0, 0)) == []
 
 

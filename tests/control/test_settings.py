@@ -2,29 +2,19 @@
 
 import pytest
 
-from laminar_py.config.loading import parse_config
 from laminar_py.config.rollout import WithoutSignal
 from laminar_py.control.settings import control_settings
 from laminar_py.runtime.orchestrator.resume import describe_surplus
+from tests.builders import make_config
 
 
 def settings_of(**sections):
-    config = parse_config(
-        {
-            "name": "t",
-            "steps": 3,
-            "model": {"path": "m"},
-            "data": {"train": "t.jsonl"},
-            "reward": {"use": ["t.py:t"]},
-            **sections,
-        }
-    )
-    return control_settings(config, stop_ids=())
+    return control_settings(make_config(**sections), stop_ids=())
 
 
 @pytest.mark.parametrize("said", list(WithoutSignal))
 @pytest.mark.parametrize(
-    "algorithm", [{"name": "reinforce_pp"}, {"name": "ppo"}, {"name": "distill", "teacher": "t"}, {"name": "tba"}]
+    "algorithm", [{"name": "reinforce_pp"}, {"name": "ppo"}, {"name": "distill", "teacher": "t"}]
 )
 def test_what_is_normalised_over_a_step_sees_all_groups_whatever_is_said_of_those_without_signal(algorithm, said):
     rollout = {"without_signal": said}

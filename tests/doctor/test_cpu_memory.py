@@ -8,25 +8,16 @@ from laminar_lab.doctor import checks
 from laminar_lab.doctor.checks import fit
 from laminar_lab.doctor.cpu_memory import OTHERS, cpu_faults, cpu_memory
 from laminar_py.config.loading import load_config
+from tests.doctor.test_memory import SMOLLM2
 from tests.runs.runs import REPO
 
-SMOLLM2 = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "intermediate_size": 1536,
-    "tie_word_embeddings": True,
-}
 GB = 1e9
 TWO = ("learner.recompute=all", "rollout.replicas=2", "rollout.max_batch=64", "rollout.batch_per_replica=64")
 
 
 @pytest.fixture
 def run(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2 | {"torch_dtype": "float32"}))
 
     def load(*settings):
         places = ("data.prepare=null", f"model.path={tmp_path}")

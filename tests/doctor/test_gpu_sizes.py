@@ -1,44 +1,28 @@
 """The smallest GPU of each kind of part, as its nodes report it, and faults of memory by it."""
 
 import json
+from functools import partial
 
 import pytest
 
 from laminar_lab.doctor import checks
-from laminar_lab.doctor.memory import memory_faults, smallest_gpu
+from laminar_lab.doctor.memory import memory_faults
 from laminar_py.config.loading import load_config
-from laminar_py.records.codec import encode
-from laminar_py.runtime.cluster.placement import Node
 from tests.doctor.test_memory import QWEN_7B, shipped
+from tests.doctor.test_run_check import TWO, reported
 from tests.runs.runs import REPO
-
-TWO = ("learner.world_size=2", "rollout.replicas=6")  # the learner needs 80.9 GB
 
 
 @pytest.fixture
 def report(monkeypatch):
     """Make nodes of 8 GPUs report these sizes in GB, 0 for none; return the list of the nodes that are asked."""
 
-    def start(**sizes):
-        asked = []
+    async def no_faults(config, placement):
+        return []
 
-        async def on_node(node, function):
-            assert function is smallest_gpu
-            asked.append(node)
-            return encode(int(sizes[node] * 1e9))
-
-        seen = [Node(id=name, ip=name, gpus=8, cpus=64, here=name == "a") for name in sizes]
-
-        async def no_faults(config, placement):
-            return []
-
-        monkeypatch.setattr(checks, "nodes", lambda: seen)
-        monkeypatch.setattr(checks, "on_node", on_node)
-        monkeypatch.setattr(checks, "node_faults", no_faults)
-        monkeypatch.setattr(checks, "check_engine", lambda config: None)
-        return asked
-
-    return start
+    monkeypatch.setattr(checks, "node_faults", no_faults)
+    monkeypatch.setattr(checks, "check_engine", lambda config: None)
+    return partial(reported, monkeypatch, checks)
 
 
 def test_a_run_that_its_gpus_cannot_hold_has_the_fault_of_the_formula(tmp_path, report):

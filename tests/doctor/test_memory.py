@@ -43,7 +43,20 @@ QWEN_7B = {  # Qwen2.5-7B
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
     "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+SMOLLM2 = {  # SmolLM2-135M-Instruct
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
 SMALL = {

@@ -21,12 +21,12 @@ from laminar_py.config.rollout import OnNewWeights
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.environment import ModelTurn, Problem
 from laminar_py.records.pieces import COUNTED, TokensRef
-from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span, num_sampled, num_turns
-from laminar_py.records.trajectory import FinishReason, Kind
+from laminar_py.records.trajectory import FinishReason
 from laminar_py.rollout.replica import Replica
 from tests.emulation.test_engine import TICKETS, make_scheduler
 from tests.engines.engine_conformance import make_request
+from tests.events import make_assignment
 from tests.rollout.folders import Folders
 
 TURNS = TurnsConfig(count=4, median_s=2.0, p95_s=10.0, observation_tokens=7)
@@ -186,11 +186,10 @@ class KeptTokens(CountedTokens):
 
 def assignment(name, seed, *, told=0, version=None, epoch=1):
     sampling = SamplingParams(max_new_tokens=CAP + TURNS.observed_tokens, stop_ids=(1,), seed=seed)
-    return Assignment(
-        trajectory_id=name,
+    return make_assignment(
+        name,
         epoch=epoch,
         group_id="g",
-        kind=Kind.TRAIN,
         prompt_ids=np.full(50, 3, np.int32),
         sampling=sampling,
         version=version,

@@ -21,13 +21,13 @@ from laminar_py.learner.packing.packer import pack as pack_step
 from laminar_py.ledger.segments.reader import PayloadReader, complete_one
 from laminar_py.records.engine import Delta, SamplingParams
 from laminar_py.records.host import SystemClock
-from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span, is_tree, num_sampled, num_turns, replace_spans
 from laminar_py.records.trajectory import FinishReason, Kind, TrajectoryRef
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore
 from tests.depth import examples
 from tests.environment.turns import Chatter, Wanderer, greedy_tokenizer, make_host, problem
+from tests.events import make_assignment
 from tests.learner.builders import make_learner, make_model_folder
 from tests.rollout.folders import Folders
 
@@ -159,11 +159,9 @@ def finished(name, told):
 
 
 def assignment(name, *, turns, length):
-    return Assignment(
-        trajectory_id=name,
-        epoch=1,
+    return make_assignment(
+        name,
         group_id=name,
-        kind=Kind.TRAIN,
         prompt_ids=np.array([1, 2], np.int32),
         sampling=SamplingParams(max_new_tokens=length, stop_ids=STOP_IDS, seed=abs(hash(name)) % 9973),
         problem=problem(turns),

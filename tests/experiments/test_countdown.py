@@ -1,10 +1,7 @@
 """The task of countdown, its data as `make_data.py` writes them, and its verifier."""
 
-import importlib.util
 import json
 import random
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -17,37 +14,21 @@ from laminar_py.config.rollout import Schedule
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.records.scoring import ScoringRequest
 from laminar_py.records.trajectory import FinishReason
+from tests.experiments.folders import load_module, make_data, rows
 
 FOLDER = Path(__file__).parents[2] / "experiments/countdown"
 CONFIG = load_config(FOLDER / "countdown.yaml", [])
 NONE = np.zeros(0, dtype=np.int32)
 
 
-def load_task():
-    """The module, which has the name of another experiment's."""
-    spec = importlib.util.spec_from_file_location("countdown_task", FOLDER / "task.py")
-    module = sys.modules["countdown_task"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-task = load_task()
-
-
-def make_data(out):
-    command = [sys.executable, str(FOLDER / "make_data.py"), "--out", str(out)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+task = load_module(FOLDER / "task.py")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     out = tmp_path_factory.mktemp("countdown")
-    make_data(out)
+    make_data(FOLDER / "make_data.py", out)
     return out
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def scored(response, *numbers, finish_reason=FinishReason.STOP):

@@ -1,13 +1,8 @@
 """The little machine and its data, as `prepare.py` writes them."""
 
-import importlib.util
-import json
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -16,6 +11,7 @@ from laminar_lab.tiny_models import SPECIAL
 from laminar_py.config.loading import load_config
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.records.trajectory import FinishReason
+from tests.experiments.folders import load_module, make_data, rows
 from tests.reward.requests import make_request
 
 ROOT = Path(__file__).parents[2]
@@ -23,31 +19,14 @@ FOLDER = ROOT / "experiments/quickstart"
 CONFIG = load_config(ROOT / "configs/quickstart.yaml", [])
 
 
-def load_task() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("quickstart_task", FOLDER / "task.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-task = load_task()
-
-
-def prepare(out: Path) -> str:
-    command = [sys.executable, str(FOLDER / "prepare.py"), "--out", str(out)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+task = load_module(FOLDER / "task.py")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("quickstart")
-    prepare(out)
+    make_data(FOLDER / "prepare.py", out)
     return out
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def carry_steps(prompt: str, response: str) -> list[bool]:

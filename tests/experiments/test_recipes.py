@@ -19,21 +19,10 @@ from laminar_py.relay.tree import versions_at_peak
 from laminar_py.runtime.cluster.placement import Needs, Node, make_plan
 from laminar_py.runtime.preflight import node_checks
 from laminar_py.runtime.preflight.inputs import version_bytes
+from tests.doctor.test_memory import QWEN_7B, SMOLLM2
 from tests.runs.fake_cluster import FakeCluster
 from tests.runs.runs import REPO
 
-QWEN_7B = {  # Qwen2.5-7B
-    "model_type": "qwen2",
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 QWEN_14B = QWEN_7B | {  # Qwen2.5-14B
     "hidden_size": 5120,
     "num_hidden_layers": 48,
@@ -60,18 +49,6 @@ QWEN_MIXTURE = QWEN_7B | {  # Qwen3-30B-A3B
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "max_position_embeddings": 40960,
-}
-SMOLLM2 = {  # SmolLM2-135M-Instruct
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "intermediate_size": 1536,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
 }
 QWEN_600M = SMOLLM2 | {  # Qwen3-0.6B
     "model_type": "qwen3",

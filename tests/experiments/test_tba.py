@@ -1,8 +1,6 @@
 """The puzzles of tba, their verifier, and the curves that its run reads from a ledger."""
 
-import importlib.util
 import random
-import sys
 from itertools import islice
 from pathlib import Path
 
@@ -15,21 +13,14 @@ from laminar_py.config.loading import load_config
 from laminar_py.records.events import Dropped
 from laminar_py.records.scoring import ScoringRequest
 from laminar_py.records.trajectory import DropReason, FinishReason
+from tests.experiments.folders import load_module
 from tests.ledger.runs import begin, issue, open_ledger, run_to, score
 from tests.report.builders import make_step_row
 
 FOLDER = Path(__file__).parents[2] / "experiments/tba"
 
 
-def load_puzzle():
-    """The module, which its scripts import from their own folder."""
-    spec = importlib.util.spec_from_file_location("tba_puzzle", FOLDER / "puzzle.py")
-    module = sys.modules["tba_puzzle"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-puzzle = load_puzzle()
+puzzle = load_module(FOLDER / "puzzle.py")
 
 
 def scored(one, response):

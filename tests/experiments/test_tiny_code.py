@@ -4,7 +4,6 @@ import importlib
 import json
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.problems import read_prompts
 from laminar_py.data.sources import source_at
 from laminar_py.data.tokenizer import load_tokenizer
+from tests.experiments.folders import make_data, rows
 
 FOLDER = Path(__file__).parents[2] / "experiments/tiny_code"
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -37,20 +37,11 @@ def load(name):
 task = load("task")
 
 
-def make_data(out):
-    command = [sys.executable, str(FOLDER / "make_data.py"), "--out", str(out)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     out = tmp_path_factory.mktemp("tiny_code")
-    make_data(out)
+    make_data(FOLDER / "make_data.py", out)
     return out
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def problems(seed, count, *, composed=False):

@@ -14,9 +14,9 @@ from laminar_lab.doctor.memory import learner_parts
 from laminar_lab.model_shape import read_shape
 from laminar_py.config.algorithm import AlgorithmConfig
 from laminar_py.config.data import ModelConfig
-from laminar_py.config.loading import parse_config
 from laminar_py.learner.distributed import join_group, leave_group
 from laminar_py.learner.step import Learner
+from tests.builders import make_config
 from tests.learner.builders import Sample, pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -60,10 +60,8 @@ def long_batch(vocab: int):
 def test_a_steps_peak_is_near_the_formula(how: str, mesh: DeviceMesh, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
     (tmp_path / "tokenizer.json").write_text("{}")
-    tree = {"name": "t", "steps": 1, "model": {"path": str(tmp_path)}, "data": {"train": "t"}}
-    tree |= {"reward": {"use": ["rewards.py:score"]}}
-    tree |= {"cluster": {"learner_device": "cuda"}, "packer": {"max_tokens": TOKENS}, "learner": HOW[how]}
-    config = parse_config(tree)
+    placed = {"cluster": {"learner_device": "cuda"}, "packer": {"max_tokens": TOKENS}, "learner": HOW[how]}
+    config = make_config(model={"path": str(tmp_path)}, **placed)
     gc.collect()  # a model refers to itself, so that of the test before would count
     drawn = ModelConfig(path=tmp_path, from_scratch=True)
     learner = Learner(drawn, config.learner, AlgorithmConfig(), temperature=1.0, seed=0, mesh=mesh)

@@ -9,7 +9,7 @@ import pytest
 from laminar_lab.init.counterparts import COUNTERPARTS, DEFAULTS, EPOCHS, MOST_CHANGED
 from laminar_py.config import RunConfig
 from laminar_py.config.loading import setting_names
-from laminar_py.config.their_names import NAMES, WITHOUT, Trainer, our_keys, their_names
+from laminar_py.config.their_names import NAMES, WITHOUT, OtherTrainer, our_keys, their_names
 
 LAUNCH = "num_processes"  # an argument of accelerate, which TRL's files may have
 EARLIER = {"max_prompt_length", "warmup_ratio", "torch_dtype"}  # gone from TRL, and still in many files
@@ -46,13 +46,18 @@ def names(trainer):
 
 
 def test_every_name_of_trl_is_a_field_of_its_classes(trl):
-    listed = {*names(Trainer.TRL), *DEFAULTS[Trainer.TRL], *WITHOUT[Trainer.TRL], EPOCHS[Trainer.TRL]}
+    listed = {
+        *names(OtherTrainer.TRL),
+        *DEFAULTS[OtherTrainer.TRL],
+        *WITHOUT[OtherTrainer.TRL],
+        EPOCHS[OtherTrainer.TRL],
+    }
     assert listed - {*trl, LAUNCH} == EARLIER
 
 
 def test_the_defaults_of_trl_are_its_own(trl):
     computed = ("lr_scheduler_type",)  # an enum's member
-    written = {name: value for name, value in DEFAULTS[Trainer.TRL].items() if name not in computed}
+    written = {name: value for name, value in DEFAULTS[OtherTrainer.TRL].items() if name not in computed}
     assert written == {name: trl[name] for name in written}
 
 

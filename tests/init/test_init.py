@@ -16,6 +16,7 @@ from laminar_lab.simulate.run import simulate
 from laminar_lab.tiny_models import tiny_model, write_data
 from laminar_py.cli import app
 from laminar_py.config import ConfigError, load_config
+from tests.doctor.test_memory import SMOLLM2
 from tests.engines.sglang.rig import sglang_python
 from tests.init.test_translation import TRL, VERL
 from tests.runs.runs import LAMINAR, REPO
@@ -23,6 +24,7 @@ from tests.runs.runs import LAMINAR, REPO
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
 MOST_LINES = 35
 PROFILE = REPO / "configs/emulation/h100_7b_tp1.yaml"
+SMOL = {key: value for key, value in SMOLLM2.items() if key != "torch_dtype"}
 TUNING = ("--lora", "--full")
 
 
@@ -165,19 +167,6 @@ def test_a_config_for_8_gpus_passes_doctor_and_simulator(tuning, here, monkeypat
     rows = simulate(emulated, profile=read_profile(PROFILE)).rows
     assert [row.step for row in rows] == [1, 2]
     assert max(row.staleness_max for row in rows) <= config.staleness.max_staleness
-
-
-SMOL = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "intermediate_size": 1536,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.mark.parametrize("dtype", [{"dtype": "float32"}, {"torch_dtype": "bfloat16"}, {}])

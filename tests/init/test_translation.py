@@ -4,7 +4,7 @@ import pytest
 
 from laminar_lab.init.translation import translate
 from laminar_py.config import ConfigError
-from laminar_py.config.their_names import Trainer
+from laminar_py.config.their_names import OtherTrainer
 
 TRL = """\
 model_name_or_path: Qwen/Qwen2.5-7B
@@ -69,7 +69,7 @@ def translated(tmp_path, trainer, text, name="given.yaml"):
 
 def test_a_file_of_trl_becomes_our_settings(tmp_path):
     """64 completions of 8 processes are a step, and two steps are generated at a time."""
-    found = translated(tmp_path, Trainer.TRL, TRL)
+    found = translated(tmp_path, OtherTrainer.TRL, TRL)
     wanted = {
         "model.path": "Qwen/Qwen2.5-7B",
         "data.train": {
@@ -116,7 +116,7 @@ def test_a_file_of_trl_becomes_our_settings(tmp_path):
 
 def test_a_script_of_verl_becomes_our_settings(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/data")
-    found = translated(tmp_path, Trainer.VERL, VERL, "run.sh")
+    found = translated(tmp_path, OtherTrainer.VERL, VERL, "run.sh")
     columns = {"answer": "reward_model.ground_truth", "task": "data_source"}
     wanted = {
         "model.path": "Qwen/Qwen2.5-7B",
@@ -149,7 +149,7 @@ def test_a_script_of_verl_becomes_our_settings(tmp_path, monkeypatch):
 
 def test_hydra_yaml_is_read_like_its_overrides(tmp_path):
     text = "data: {train_batch_size: 64, val_files: a.parquet}\nactor_rollout_ref: {rollout: {n: 1}}\n"
-    found = translated(tmp_path, Trainer.VERL, text)
+    found = translated(tmp_path, OtherTrainer.VERL, text)
     assert found.settings["rollout.prompts_per_step"] == 64
     assert set(found.settings["eval.sets"]["heldout"]) == {"path", "columns"}, "greedy, as verl has it"
     assert found.settings["rollout.group_size"] == 1, "a critic needs no group"
@@ -168,14 +168,14 @@ def test_hydra_yaml_is_read_like_its_overrides(tmp_path):
 
 def test_a_group_of_one_without_a_critic_is_no_group(tmp_path):
     text = "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {rollout: {n: 1}}\n"
-    found = translated(tmp_path, Trainer.VERL, text)
+    found = translated(tmp_path, OtherTrainer.VERL, text)
     assert "rollout.group_size" not in found.settings, "a group of one has no advantages"
     assert found.lost == {"actor_rollout_ref.rollout.n=1": "a group has two samples at least; 8 are used"}
 
 
 def test_gradient_checkpointing_that_is_off_stays_off(tmp_path):
     text = "actor_rollout_ref.model.enable_gradient_checkpointing=False algorithm.adv_estimator=rloo\n"
-    found = translated(tmp_path, Trainer.VERL, text, "run.sh")
+    found = translated(tmp_path, OtherTrainer.VERL, text, "run.sh")
     assert "learner.recompute" not in found.settings
     assert (found.settings["algorithm.advantage"], found.lost) == ("leave_one_out", {})
 
@@ -218,7 +218,7 @@ def test_gradient_checkpointing_that_is_off_stays_off(tmp_path):
     ],
 )
 def test_a_value_without_a_counterpart_is_said_and_why(setting, key, value, why, tmp_path):
-    found = translated(tmp_path, Trainer.TRL, f"{setting}\n")
+    found = translated(tmp_path, OtherTrainer.TRL, f"{setting}\n")
     assert found.settings.get(key) == value
     assert bool(found.lost) == (why is not None)
     assert why is None or any(reason.startswith(why) for reason in found.lost.values())
@@ -227,7 +227,7 @@ def test_a_value_without_a_counterpart_is_said_and_why(setting, key, value, why,
 def test_weights_of_rewards_and_files_by_split_are_kept(tmp_path):
     text = "reward_funcs: [accuracy_reward, mine.bonus, think_format_reward]\nreward_weights: [1.0, 0.5, 0.2]\n"
     text += "dataset_name: json\ndata_files: {train: train.jsonl, test: held.jsonl}\neval_strategy: steps\n"
-    found = translated(tmp_path, Trainer.TRL, text)
+    found = translated(tmp_path, OtherTrainer.TRL, text)
     math, own, form = found.settings["reward.use"]
     assert (math, form["kind"], form["weight"]) == ("math", "format", 0.2), "each has its own weight"
     assert own == {"kind": "function", "path": "mine.py:bonus", "weight": 0.5}
@@ -248,7 +248,7 @@ def test_weights_of_rewards_and_files_by_split_are_kept(tmp_path):
     ],
 )
 def test_a_reward_of_their_own_never_disappears(funcs, terms, is_missing, tmp_path):
-    found = translated(tmp_path, Trainer.TRL, f"reward_funcs: {funcs}\n")
+    found = translated(tmp_path, OtherTrainer.TRL, f"reward_funcs: {funcs}\n")
     assert found.terms.startswith(terms)
     assert bool(found.terms) == bool(terms)
     assert found.is_missing == is_missing
@@ -257,7 +257,7 @@ def test_a_reward_of_their_own_never_disappears(funcs, terms, is_missing, tmp_pa
 
 def test_a_reward_function_of_verl_becomes_a_term(tmp_path):
     text = "custom_reward_function: {path: mine/reward.py}\ndata: {train_batch_size: 8}\n"
-    found = translated(tmp_path, Trainer.VERL, text)
+    found = translated(tmp_path, OtherTrainer.VERL, text)
     assert found.settings["reward.use"] == ["mine/reward.py:compute_score"]
     assert found.terms.startswith("mine/reward.py:compute_score stops the run")
 
@@ -267,7 +267,7 @@ def test_a_batch_of_trl_counts_all_processes_and_says_so(text, processes, prompt
     (tmp_path / "grpo.yaml").write_text(
         f"per_device_train_batch_size: 8\ngradient_accumulation_steps: 4\nnum_generations: 8\n{text}"
     )
-    found = translate(Trainer.TRL, tmp_path / "grpo.yaml", processes=processes)
+    found = translate(OtherTrainer.TRL, tmp_path / "grpo.yaml", processes=processes)
     assert found.settings["rollout.prompts_per_step"] == prompts
     assert (f"rollout.prompts_per_step={prompts};" in found.batch) == (not text), "the file says it itself"
 
@@ -283,20 +283,20 @@ REAL = (
 
 def test_a_misspelt_key_is_refused_and_a_real_one_is_not(tmp_path):
     with pytest.raises(ConfigError, match=r"learning_rat=1e-05: .*; did you mean learning_rate\?") as caught:
-        translated(tmp_path, Trainer.TRL, "max_steps: 3\nlearning_rat: 1.0e-5\n")
+        translated(tmp_path, OtherTrainer.TRL, "max_steps: 3\nlearning_rat: 1.0e-5\n")
     assert "\n" not in str(caught.value)
     lines = "".join(f"{name}: 1\n" for name in REAL.split())
-    assert len(translated(tmp_path, Trainer.TRL, f"max_steps: 3\n{lines}").lost) >= len(REAL.split())
+    assert len(translated(tmp_path, OtherTrainer.TRL, f"max_steps: 3\n{lines}").lost) >= len(REAL.split())
     with pytest.raises(ConfigError, match=r"did you mean actor_rollout_ref\.rollout\.temperature\?"):
-        translated(tmp_path, Trainer.VERL, "actor_rollout_ref.rollout.temprature=0.7 data.seed=1\n", "run.sh")
+        translated(tmp_path, OtherTrainer.VERL, "actor_rollout_ref.rollout.temprature=0.7 data.seed=1\n", "run.sh")
 
 
 @pytest.mark.parametrize(
     ("trainer", "text", "words"),
     [
-        (Trainer.TRL, "steps: 3\n", "has no setting of trl that is known here"),
-        (Trainer.TRL, "- 1\n", "holds no settings"),
-        (Trainer.VERL, "learning_rate: 1e-6\n", "has no setting of verl"),
+        (OtherTrainer.TRL, "steps: 3\n", "has no setting of trl that is known here"),
+        (OtherTrainer.TRL, "- 1\n", "holds no settings"),
+        (OtherTrainer.VERL, "learning_rate: 1e-6\n", "has no setting of verl"),
     ],
 )
 def test_a_file_that_is_none_is_refused_in_one_line(trainer, text, words, tmp_path):
@@ -309,12 +309,12 @@ def test_a_file_that_is_none_is_refused_in_one_line(trainer, text, words, tmp_pa
 def test_the_words_of_yaml_1_1_are_booleans_in_files_of_others(tmp_path, yes, no):
     trl = f"dataset_name: a/b\nuse_peft: {yes}\nlora_r: 8\nscale_rewards: {no}\neval_strategy: {no}\n"
     trl += f"mask_truncated_completions: {yes}\n"
-    found = translated(tmp_path, Trainer.TRL, trl).settings
+    found = translated(tmp_path, OtherTrainer.TRL, trl).settings
     assert found["learner.lora.rank"] == 8
     assert (found["algorithm.advantage"], found["algorithm.truncated"]) == ("group_mean", "mask")
     assert "eval.sets" not in found
     verl = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"
     verl += f" algorithm.norm_adv_by_std_in_grpo={no} actor_rollout_ref.actor.use_kl_loss={yes}"
     verl += " actor_rollout_ref.actor.kl_loss_coef=0.02\n"
-    found = translated(tmp_path, Trainer.VERL, verl, "run.sh").settings
+    found = translated(tmp_path, OtherTrainer.VERL, verl, "run.sh").settings
     assert (found["algorithm.advantage"], found["algorithm.kl_coef"]) == ("group_mean", 0.02)

@@ -33,20 +33,10 @@ from tests.launcher.experiments import (
     write_experiment,
 )
 from tests.report.builders import make_step_row
-from tests.runs.runs import PATIENCE_S, REPO, forget_versions
+from tests.runs.runs import PATIENCE_S, REPO, forget_versions, wait_until
 
 STEPS = 3
 VARIANTS = [{"name": "low", "set": {"learner.lr": 1e-4}}, {"name": "high"}]
-
-
-def wait_until(process, look):
-    """What it finds, once it finds something while the process goes on."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := look()):
-        assert process.poll() is None, "it has ended"
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-    return found
 
 
 @pytest.fixture(scope="module")

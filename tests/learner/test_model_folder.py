@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 from laminar_contrib.supervised.kind import refuse_large_model
 from laminar_py.cli import app
 from laminar_py.config.data import ModelConfig
-from laminar_py.config.loading import parse_config
 from laminar_py.config.section import ConfigError
 from laminar_py.learner.model import load_frozen, load_policy
 from laminar_py.learner.model_folder import check_tied_head, stored_tensors
 from laminar_py.runtime.preflight import inputs
 from laminar_py.runtime.preflight.inputs import initial_folder
+from tests.builders import make_config
 from tests.learner.builders import VOCAB, make_learner, make_mixture_folder, make_model_folder
 from tests.runs.runs import REPO
 from tests.runs.test_bad_input import in_process
@@ -48,8 +48,7 @@ def with_head(difference: float, *, dtype: torch.dtype = torch.float32):
 
 
 def run_config(model: Path, **algorithm):
-    settings = {"name": "t", "steps": 6, "model": {"path": str(model)}, "data": {"train": "t"}}
-    return parse_config({**settings, "reward": {"use": ["t.py:t"]}, "algorithm": algorithm})
+    return make_config(steps=6, model={"path": str(model)}, algorithm=algorithm)
 
 
 @pytest.mark.parametrize("files", [1, 2])
@@ -148,15 +147,8 @@ def large(folder: Path, *, layers: int, from_scratch: bool):
         header = {"a": {**offsets, "shape": [100_000, 1024]}, "b": {**offsets, "shape": [layers, 8_387_584]}}
         text = json.dumps(header).encode()
         (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
-    settings = {"name": "t", "steps": 6, "data": {"train": "t"}, "reward": {"use": ["t.py:t"]}}
-    model = {"path": str(folder), "from_scratch": from_scratch}
-    return parse_config(
-        {
-            **settings,
-            "model": model,
-            "warm_start": {"data": str(folder.parent / "t"), "cache": str(folder.parent / "c")},
-        }
-    )
+    warm_start = {"data": str(folder.parent / "t"), "cache": str(folder.parent / "c")}
+    return make_config(model={"path": str(folder), "from_scratch": from_scratch}, warm_start=warm_start)
 
 
 @pytest.mark.parametrize("from_scratch", [False, True])

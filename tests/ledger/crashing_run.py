@@ -11,9 +11,10 @@ from pathlib import Path
 from laminar_py.ledger import database
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
-from laminar_py.records.events import Interrupted, VersionPublished
+from laminar_py.records.events import Interrupted
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Status
+from tests.events import version_published
 from tests.ledger.runs import (
     begin,
     checkpoint,
@@ -66,17 +67,7 @@ async def train(ledger, step, version, prompt, ready):
         step += 1
         used, ready = ready + ids, []
         ledger.append_all(consume(step, version, *used))
-        ledger.append(
-            VersionPublished(
-                version=version + 1,
-                step=step,
-                incarnation=1,
-                parent=version,
-                digest=f"digest{version + 1}",
-                num_bytes=10,
-                stall_s=0.1,
-            )
-        )
+        ledger.append(version_published(version + 1, step=step, parent=version, stall_s=0.1))
         version += 1
         if step % 5 == 0:
             ledger.append(checkpoint(step, version))

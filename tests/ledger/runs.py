@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from laminar_lab.audit.stored import StoredResponses
-from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, reading, segments_path
+from laminar_py.ledger.database import LEDGER_NAME, reading, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.recovery import rollback_events
 from laminar_py.ledger.rows import trajectory_rows
@@ -19,20 +19,18 @@ from laminar_py.records.events import (
     Assigned,
     Checkpointed,
     Consumed,
-    Finished,
     Issued,
     Ready,
     Replayed,
-    RunStarted,
     Scored,
     Stepped,
-    VersionPublished,
 )
 from laminar_py.records.pieces import ColumnPiece, ColumnRef, Piece, pack_experts, pack_mask
 from laminar_py.records.scoring import TermValue
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import FinishReason, Kind
+from laminar_py.records.trajectory import Kind
 from tests.builders import make_experts, make_mask, make_prompt
+from tests.events import finished, run_started, version_published
 
 
 class Ticks:
@@ -143,12 +141,8 @@ def begin(
 ):
     """A run with some versions published."""
     ledger.append(
-        RunStarted(
+        run_started(
             incarnation=incarnation,
-            host="host-1",
-            pid=7,
-            schema=SCHEMA_VERSION,
-            config_digest="c0",
             drain=drain,
             max_staleness=max_staleness,
             data=data or {},
@@ -162,17 +156,7 @@ def begin(
 
 def publish(ledger, version, *, incarnation=1, stall_s=0.1, num_bytes=10):
     """A version, as the learner published it."""
-    ledger.append(
-        VersionPublished(
-            version=version,
-            step=version,
-            incarnation=incarnation,
-            parent=None,
-            digest=f"digest{version}",
-            num_bytes=num_bytes,
-            stall_s=stall_s,
-        )
-    )
+    ledger.append(version_published(version, incarnation=incarnation, num_bytes=num_bytes, stall_s=stall_s))
 
 
 def tokens(id, start, end):
@@ -222,19 +206,7 @@ def finish(ledger, id, spans, *, epoch=1, reward=1.0):
 def score(ledger, id, spans, *, epoch=1, reward=1.0, roles=()):
     """SCORED, after `run_to` with all spans."""
     whole = tuple(span if isinstance(span, Span) else Span(*span) for span in spans)
-    length = whole[-1].end
-    ledger.append(
-        Finished(
-            trajectory_id=id,
-            epoch=epoch,
-            finish_reason=FinishReason.STOP,
-            spans=whole,
-            length=length,
-            digest=digest_of(ledger, id),
-            queue_s=0.1,
-            generate_s=0.2,
-        )
-    )
+    ledger.append(finished(id, whole, epoch=epoch, digest=digest_of(ledger, id)))
     given = {"terms": [TermValue(name="math", value=reward)]} if id.startswith("e") else {}  # of an evaluation
     ledger.append(Scored(trajectory_id=id, reward=reward, elapsed_s=0.01, roles=roles, **given))
 

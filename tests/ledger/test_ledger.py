@@ -21,7 +21,6 @@ from laminar_py.records.events import (
     Assigned,
     Consumed,
     Dropped,
-    Finished,
     Interrupted,
     Issued,
     Ready,
@@ -34,8 +33,9 @@ from laminar_py.records.events import (
     VersionPublished,
 )
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt
+from laminar_py.records.trajectory import DropReason, Kind, Prompt
 from tests.builders import make_experts
+from tests.events import finished
 from tests.ledger.runs import (
     Ticks,
     begin,
@@ -116,18 +116,9 @@ async def test_a_refused_event_leaves_its_whole_batch_off_the_disk(tmp_path):
     assert verify(tmp_path) == []
 
 
-def finished(length, *, epoch=1, spans=((0, 0, 5),)):
+def ended(length, *, epoch=1, spans=((0, 0, 5),)):
     whole = tuple(Span(*span) for span in spans)
-    return Finished(
-        trajectory_id="g0.0",
-        epoch=epoch,
-        finish_reason=FinishReason.STOP,
-        spans=whole,
-        length=length,
-        digest="d",
-        queue_s=0.0,
-        generate_s=0.0,
-    )
+    return finished("g0.0", whole, epoch=epoch, length=length)
 
 
 def issued(id, index=0):
@@ -154,9 +145,9 @@ STARTED = RunStarted(
         ("running", StreamLost("g0.0", 0, 4)),
         ("running", Restamped("g0.0", (Span(0, 0, 4),))),
         ("running", Assigned("g0.0", 1, 2, 5)),
-        ("running", finished(4)),
-        ("running", finished(5, epoch=2)),
-        ("running", finished(5, spans=((0, 0, 3), (0, 4, 5)))),
+        ("running", ended(4)),
+        ("running", ended(5, epoch=2)),
+        ("running", ended(5, spans=((0, 0, 3), (0, 4, 5)))),
         ("running", SCORED),
         ("ready", SCORED),
         ("ready", Undone("g0.0", 1)),
@@ -250,7 +241,7 @@ async def test_what_an_engine_corrected_cannot_finish_otherwise(tmp_path):
         run_to(ledger, "g0.0", [(0, 0, 3), (2, 3, 5)])
         ledger.append(Restamped("g0.0", tuple(Span(*span) for span in spans)))
         with pytest.raises(IllegalEventError, match="it was restamped"):
-            ledger.append(finished(5, spans=((0, 0, 3), (1, 3, 5))))
+            ledger.append(ended(5, spans=((0, 0, 3), (1, 3, 5))))
         finish(ledger, "g0.0", spans)
     row = query(tmp_path, "SELECT oldest_version, newest_version, restamped FROM trajectory")
     assert row == [(0, 1, 5)], "nothing was generated under version 2"
@@ -288,9 +279,9 @@ def test_memory_holds_live_trajectories_only():
     machine = Machine(recall=lambda _: None)
     for index in range(100):
         begun = issued("g0.0", index), Assigned("g0.0", 0, 1, 0)
-        ended = finished(0, spans=()), SCORED, Ready("g0.0", 0.0)
+        end = ended(0, spans=()), SCORED, Ready("g0.0", 0.0)
         used = Consumed(trajectory_id="g0.0", step=1, version=0, staleness=0, weight=1.0)
-        for event in (*begun, *ended, used if index % 2 else Dropped("g0.0", DropReason.STALE)):
+        for event in (*begun, *end, used if index % 2 else Dropped("g0.0", DropReason.STALE)):
             machine.apply(1, event, wall=1.0, mono=1.0)
     assert machine.live == {}
     assert machine.accounting().train.consumed == 50

@@ -18,17 +18,16 @@ from laminar_py.records.events import (
     Assigned,
     Consumed,
     Dropped,
-    Finished,
     Interrupted,
-    Issued,
     Ready,
     Scored,
     Undone,
 )
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind
+from laminar_py.records.trajectory import DropReason
 from tests.builders import make_prompt
 from tests.depth import examples
+from tests.events import finished, issued
 from tests.ledger.runs import Ticks, begin, digest_of, payload_of, store
 
 IDS = st.integers(0, 5).map(lambda i: f"g0.{i}")
@@ -67,16 +66,7 @@ class Histories(RuleBasedStateMachine):
     @rule(id=IDS)
     def issue(self, id):
         if id not in self.status:
-            self.ledger.append(
-                Issued(
-                    trajectory_id=id,
-                    group_id="g0",
-                    prompt_id="p0",
-                    prompt_index=0,
-                    sample_index=int(id[3:]),
-                    kind=Kind.TRAIN,
-                )
-            )
+            self.ledger.append(issued(id))
             self.status[id] = "queued"
 
     @rule(id=IDS, count=st.integers(1, 4))
@@ -108,16 +98,7 @@ class Histories(RuleBasedStateMachine):
         return {
             "assigned": Assigned(id, 0, epoch + 1, length),
             "interrupted": Interrupted(trajectory_id=id, epoch=epoch, length=length, reason="replica_crashed"),
-            "finished": Finished(
-                trajectory_id=id,
-                epoch=epoch,
-                finish_reason=FinishReason.STOP,
-                spans=spans,
-                length=length,
-                digest=digest_of(self.ledger, id),
-                queue_s=0.1,
-                generate_s=0.2,
-            ),
+            "finished": finished(id, spans, epoch=epoch, digest=digest_of(self.ledger, id)),
             "scored": Scored(trajectory_id=id, reward=1.0, elapsed_s=0.1),
             "ready": Ready(id, 0.5),
             "consumed": Consumed(trajectory_id=id, step=1, version=0, staleness=0, weight=1.0),

@@ -14,7 +14,8 @@ from laminar_py.ledger.requests import (
     write_wanted,
 )
 from laminar_py.ledger.run_folder import LOCK
-from laminar_py.records.events import RunStarted, SettingChanged
+from laminar_py.records.events import SettingChanged
+from tests.events import run_started
 
 BOUND, REPLICAS = "staleness.max_staleness", "rollout.replicas"
 
@@ -88,16 +89,7 @@ def set_to(name, value, by="user"):
 
 
 def started(*overrides):
-    return RunStarted(
-        incarnation=1,
-        host="a",
-        pid=1,
-        schema=1,
-        config_digest="",
-        drain=True,
-        max_staleness=4,
-        overrides=overrides,
-    )
+    return run_started(host="a", schema=1, config_digest="", drain=True, max_staleness=4, overrides=overrides)
 
 
 def test_a_setting_has_the_value_of_the_last_resume_that_names_it_also_if_that_never_started():

@@ -5,9 +5,12 @@ import contextlib
 import random
 from contextlib import asynccontextmanager, contextmanager
 
+import numpy as np
+
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.engine import EngineStatus
-from laminar_py.records.replica import ReplicaReport, Survey
+from laminar_py.records.engine import EngineStatus, SamplingParams
+from laminar_py.records.replica import Assignment, ReplicaReport, Survey
+from laminar_py.records.trajectory import Kind
 from laminar_py.relay.sockets import PeerClient, PeerServer, generate_keys, peer_sockets
 from laminar_py.runtime.link.hub import ReplicaHub
 from laminar_py.runtime.link.messages import CommandFrame, ReportFrame
@@ -23,6 +26,17 @@ def make_report(number=0, *, replica=0, version=0, loads=()):
     status = EngineStatus(running=0, waiting=0, kv_used=0, kv_capacity=1, version=version)
     return ReplicaReport(
         replica=replica, status=status, admissible=8, received=0, generated=number, loads=tuple(loads)
+    )
+
+
+def make_assignment(name, *, prompt=(1, 2)):
+    return Assignment(
+        trajectory_id=name,
+        epoch=1,
+        group_id="g0",
+        kind=Kind.TRAIN,
+        prompt_ids=np.array(prompt, np.int32),
+        sampling=SamplingParams(max_new_tokens=1),
     )
 
 

@@ -4,16 +4,12 @@ import asyncio
 import random
 from contextlib import AsyncExitStack
 
-import numpy as np
 import pytest
 
-from laminar_py.records.engine import SamplingParams
-from laminar_py.records.replica import Assignment
-from laminar_py.records.trajectory import Kind
 from laminar_py.runtime.link import hub as hub_module
 from laminar_py.runtime.link import replica_link
 from laminar_py.runtime.link.messages import CallOff, Submit
-from tests.link.ends import Commands, linked, make_report, proxied, serving
+from tests.link.ends import Commands, linked, make_assignment, make_report, proxied, serving
 
 NUM_REPLICAS, NUM_REPORTS, NUM_ORDERS, NUM_FAULTS = 3, 60, 60, 25
 
@@ -37,19 +33,10 @@ async def _command(connection, rng):
     for number in range(1, NUM_ORDERS + 1):
         size = rng.choice([1, 1, 1, 1000, 200_000])
         name = str(number)
-        connection.send_command(CallOff([name]) if size == 1 else Submit([make_assignment(name, size)]))
+        connection.send_command(
+            CallOff([name]) if size == 1 else Submit([make_assignment(name, prompt=[0] * size)])
+        )
         await asyncio.sleep(rng.uniform(0, 0.03))
-
-
-def make_assignment(name, size):
-    return Assignment(
-        trajectory_id=name,
-        epoch=1,
-        group_id="g0",
-        kind=Kind.TRAIN,
-        prompt_ids=np.zeros(size, np.int32),
-        sampling=SamplingParams(max_new_tokens=1),
-    )
 
 
 async def _fail(proxies, rng):

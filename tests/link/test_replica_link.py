@@ -4,13 +4,10 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import msgspec
-import numpy as np
 import pytest
 
 from laminar_py.records.codec import decode, encode
-from laminar_py.records.engine import EngineLostError, SamplingParams
-from laminar_py.records.replica import Assignment
-from laminar_py.records.trajectory import Kind
+from laminar_py.records.engine import EngineLostError
 from laminar_py.relay.sockets import PeerServer
 from laminar_py.runtime.link import replica_link
 from laminar_py.runtime.link.messages import (
@@ -25,7 +22,7 @@ from laminar_py.runtime.link.messages import (
     Stop,
     Submit,
 )
-from tests.link.ends import KEYS, LOOPBACK, PATIENCE_S, Commands, linked, make_report, serving
+from tests.link.ends import KEYS, LOOPBACK, PATIENCE_S, Commands, linked, make_assignment, make_report, serving
 
 A = "replica-0-1-0"
 
@@ -108,17 +105,6 @@ async def test_what_goes_on_meanwhile_begins_before_the_order_after_it(monkeypat
         await done(replica, 7)
         names = [name for name, _ in replica.did]
         assert names == ["abort", "give_up", "submit", "stop", "call_off", "abort", "submit"]
-
-
-def make_assignment(name, *, prompt=(1, 2)):
-    return Assignment(
-        trajectory_id=name,
-        epoch=1,
-        group_id="g0",
-        kind=Kind.TRAIN,
-        prompt_ids=np.array(prompt, np.int32),
-        sampling=SamplingParams(max_new_tokens=1),
-    )
 
 
 async def test_answers_go_with_a_report_that_goes_at_once(monkeypatch):

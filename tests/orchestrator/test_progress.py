@@ -7,7 +7,7 @@ from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.observe.live import View
 from laminar_py.observe.stats import Stats, Totals
 from laminar_py.records.host import Clock
-from laminar_py.runtime.orchestrator.progress import Progress
+from laminar_py.runtime.orchestrator.progress import RunProgress
 from laminar_py.runtime.orchestrator.scoring import Scoring
 from laminar_py.runtime.workers.incarnation import Incarnation
 from tests.control.fleet import ManualClock
@@ -17,7 +17,7 @@ def test_responses_that_lost_their_weights_are_counted_in_one_line_once_the_numb
     config = SimpleNamespace(fresh_groups=4)
     incarnation = SimpleNamespace(clock=ManualClock(), config=config, stats=None)
     lines: list[str] = []
-    progress = Progress(
+    progress = RunProgress(
         cast(Incarnation, incarnation),
         view=cast(View, SimpleNamespace(notice=lines.append)),
         scheduler=cast(TrajectoryScheduler, None),
@@ -35,7 +35,7 @@ def test_a_long_step_shows_its_seconds_and_the_tokens_that_come_meanwhile() -> N
     config = SimpleNamespace(fresh_groups=4)
     stats = Stats(cast(Clock, clock), replicas=1, totals=Totals(rl_s=390.0, generated_tokens=9_000))
     state = SimpleNamespace(generated_tokens=0)
-    progress = Progress(
+    progress = RunProgress(
         cast(Incarnation, SimpleNamespace(clock=clock, config=config, stats=stats)),
         view=cast(View, None),
         scheduler=cast(TrajectoryScheduler, SimpleNamespace(state=state)),

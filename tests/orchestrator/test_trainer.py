@@ -17,12 +17,12 @@ from laminar_py.control.lease import DeviceLease, Holder
 from laminar_py.control.settings import control_settings
 from laminar_py.control.steps import MIN_EMPTY
 from laminar_py.learner.marker import read_marker
-from laminar_py.ledger.database import SCHEMA_VERSION, reading, segments_path
+from laminar_py.ledger.database import reading, segments_path
 from laminar_py.ledger.recovery import recover
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.observe.stats import Stats, read_totals
-from laminar_py.records.events import RunStarted, Undone
+from laminar_py.records.events import Undone
 from laminar_py.records.host import SystemClock
 from laminar_py.records.metrics import LearnerStarted, OrderFigures, StepMetrics
 from laminar_py.records.scoring import Score
@@ -36,6 +36,7 @@ from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers.incarnation import Supervisor
 from laminar_py.runtime.workers.specs import StepOutcome
 from tests.control.fleet import Fleet, settle
+from tests.events import run_started
 from tests.ledger.runs import open_ledger
 from tests.orchestrator.test_checkpoints import write_checkpoint
 from tests.runs.runs import REPO
@@ -124,17 +125,7 @@ async def training(path, *settings, fails, admission, shared=None, **options):
     run, clock = RunFolder(path), SystemClock()
     run.checkpoints.mkdir()
     async with open_ledger(path) as ledger:
-        ledger.append(
-            RunStarted(
-                incarnation=1,
-                host="host-1",
-                pid=7,
-                schema=SCHEMA_VERSION,
-                config_digest="c0",
-                drain=False,
-                max_staleness=None,
-            )
-        )
+        ledger.append(run_started())
         segments = segments_path(path)
         fleet = Fleet(
             replicas=1,

@@ -9,10 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from laminar_lab.audit.verify import verify
-from laminar_py.config.loading import parse_config
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.codec import encode
-from laminar_py.records.events import Relayed, VersionLoaded
+from laminar_py.records.events import VersionLoaded
 from laminar_py.records.metrics import RankPosition
 from laminar_py.records.weights import Published
 from laminar_py.relay.messages import FileEntry, Manifest
@@ -23,6 +22,8 @@ from laminar_py.runtime.cluster.placement import Needs, Placement
 from laminar_py.runtime.orchestrator.versions import Versions
 from laminar_py.runtime.workers import learner as learner_link
 from laminar_py.runtime.workers.learner import LearnerKeeper
+from tests.builders import make_config
+from tests.events import relayed
 from tests.ledger.runs import begin, open_ledger
 from tests.runs.fake_cluster import FakeCluster, joined
 from tests.workers.fakes import make_incarnation
@@ -115,18 +116,7 @@ async def test_what_a_dead_learner_left_is_put_on_record_wherever_it_was_seen(tm
     learner = Learner()
     async with open_ledger(tmp_path) as ledger, recording(ledger, learner) as versions:
         begin(ledger, versions=(0,))
-        ledger.append(
-            Relayed(
-                node="relay-1",
-                version=1,
-                digest="digest1",
-                num_bytes=10,
-                base=None,
-                wire_bytes=10,
-                first_byte_s=0.1,
-                elapsed_s=0.2,
-            )
-        )
+        ledger.append(relayed("relay-1", 1, digest="digest1", first_byte_s=0.1, elapsed_s=0.2))
         ledger.append(VersionLoaded(replica=0, version=2, digest="digest2", elapsed_s=0.1))
         learner.stored = [stored(0), stored(3)]
         await versions.adopt(step=7)
@@ -149,14 +139,7 @@ class Stopped:
 async def test_a_learner_that_hangs_while_it_completes_a_version_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(LearnerKeeper, "actor_class", Stopped)
     monkeypatch.setattr(learner_link, "WATCH_S", 0.1)
-    settings = {
-        "name": "t",
-        "steps": 1,
-        "model": {"path": "m"},
-        "data": {"train": "t"},
-        "reward": {"use": ["t.py:t"]},
-    }
-    config = parse_config({**settings, "learner": {"world_size": 2}, "supervisor": {"heartbeat_timeout_s": 2.0}})
+    config = make_config(learner={"world_size": 2}, supervisor={"heartbeat_timeout_s": 2.0})
     with joined(FakeCluster(0)):
         placement = Placement(Needs(ranks=2, rank_gpus=0, replicas=1, replica_gpus=0), nodes)
         incarnation = make_incarnation(config=config, run=RunFolder(tmp_path), placement=placement)

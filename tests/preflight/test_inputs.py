@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from laminar_py.config.loading import parse_config
 from laminar_py.config.section import ConfigError
 from laminar_py.runtime.preflight.inputs import (
     MemoryShare,
@@ -14,6 +13,7 @@ from laminar_py.runtime.preflight.inputs import (
     version_bytes,
 )
 from tests import mounts
+from tests.builders import make_config
 from tests.learner.builders import SETTINGS, full_parameters, make_learner, make_model_folder
 from tests.runs.runs import quickstart_model
 from tests.runs.test_bad_input import in_process
@@ -21,19 +21,12 @@ from tests.runs.test_bad_input import in_process
 SIZE = 2**20
 
 
-def make_config(folder, *, deferred=False, keep=2):
+def run_config(folder, *, deferred=False, keep=2):
     (folder / "config.json").write_text("{}")
     with (folder / "model.safetensors").open("wb") as file:
         file.truncate(SIZE)
     evaluation = {"sets": {"t": "t"}, "every_steps": 2, "deferred": deferred}
-    settings = {
-        "name": "t",
-        "steps": 6,
-        "model": {"path": str(folder)},
-        "data": {"train": "t"},
-        "reward": {"use": ["t.py:t"]},
-    }
-    return parse_config({**settings, "eval": evaluation, "relay": {"keep_versions": keep}})
+    return make_config(steps=6, model={"path": str(folder)}, eval=evaluation, relay={"keep_versions": keep})
 
 
 @pytest.mark.parametrize(
@@ -48,7 +41,7 @@ def make_config(folder, *, deferred=False, keep=2):
 def test_a_host_needs_what_its_relays_keep_take_in_and_pass_on_and_what_is_held(
     tmp_path, share, deferred, versions
 ):
-    config = make_config(tmp_path, deferred=deferred)
+    config = run_config(tmp_path, deferred=deferred)
     assert memory_fault(config, share, free=versions * SIZE) is None
     if versions:
         fault = memory_fault(config, share, free=versions * SIZE - 1, where=" on node 10.0.0.4")
@@ -62,14 +55,7 @@ def test_a_host_needs_what_its_relays_keep_take_in_and_pass_on_and_what_is_held(
 
 
 def with_adapters(folder):
-    settings = {
-        "name": "t",
-        "steps": 6,
-        "model": {"path": str(folder)},
-        "data": {"train": "t"},
-        "reward": {"use": ["t.py:t"]},
-    }
-    return parse_config({**settings, "learner": {"lora": {"rank": 4}}})
+    return make_config(model={"path": str(folder)}, learner={"lora": {"rank": 4}})
 
 
 def test_versions_of_adapters_need_no_more_room_than_is_reckoned_with(tmp_path):

@@ -40,6 +40,7 @@ from tests.relay.tree import (
     Events,
     HandParent,
     Learner,
+    below_hand,
     make_node,
     receive,
     running,
@@ -110,23 +111,20 @@ async def give(parent: HandParent, stored: StoredVersion, number: int) -> int:
 
 async def test_a_version_that_the_next_one_builds_on_is_brought_to_its_end(tmp_path: Path) -> None:
     origin = write_version(tmp_path / "origin", 1, 20 * CHUNK)
-    async with ByHand() as hand:
-        parent = hand.parent()
-        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=(events := Events()))):
-            await parent.receive(Attach)
-            parent.send(Announce(origin.manifest))
-            await give(parent, origin, 1)
-            parent.send(as_version(origin, 2))
-            fetch = await parent.receive(Fetch)
-            parent.send(as_version(origin, 3))
-            assert await parent.receive(Want) == Want(2, arriving=True)
-            for index in range(fetch.first_chunk, fetch.first_chunk + fetch.credits):
-                chunk = msgspec.structs.replace(
-                    origin.read_chunk(0, index), version=2, **nothing_changed(origin, 1)
-                )
-                parent.send(chunk)
-            assert await give(parent, origin, 2) == 0
-            assert await give(parent, origin, 3) == 0
+    events = Events()
+    async with below_hand(tmp_path, emit=events) as (parent, _):
+        await parent.receive(Attach)
+        parent.send(Announce(origin.manifest))
+        await give(parent, origin, 1)
+        parent.send(as_version(origin, 2))
+        fetch = await parent.receive(Fetch)
+        parent.send(as_version(origin, 3))
+        assert await parent.receive(Want) == Want(2, arriving=True)
+        for index in range(fetch.first_chunk, fetch.first_chunk + fetch.credits):
+            chunk = msgspec.structs.replace(origin.read_chunk(0, index), version=2, **nothing_changed(origin, 1))
+            parent.send(chunk)
+        assert await give(parent, origin, 2) == 0
+        assert await give(parent, origin, 3) == 0
     complete = [event for event in events.seen if isinstance(event, VersionComplete)]
     assert [(event.version, event.base, event.wire_bytes) for event in complete] == [
         (1, None, 20 * CHUNK),
@@ -478,12 +476,10 @@ async def test_an_error_after_a_version_is_complete_is_no_failure_of_the_version
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with pytest.RaisesGroup(pytest.RaisesExc(OSError, match="error"), flatten_subgroups=True):
-        async with ByHand() as hand:
-            parent = hand.parent()
-            async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=emit)):
-                await parent.receive(object)
-                parent.send(Announce(version.manifest))
-                parent.send_all(version)
-                await asyncio.Event().wait()
+        async with below_hand(tmp_path, emit=emit) as (parent, _):
+            await parent.receive(object)
+            parent.send(Announce(version.manifest))
+            parent.send_all(version)
+            await asyncio.Event().wait()
     assert not [event for event in seen if isinstance(event, VersionFailed)]
     assert (tmp_path / "relay-1" / "v1").is_dir()

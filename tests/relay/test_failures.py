@@ -31,6 +31,7 @@ from tests.relay.tree import (
     ByHand,
     Events,
     Learner,
+    below_hand,
     chain,
     fetch,
     folder_bytes,
@@ -184,62 +185,54 @@ async def test_a_root_that_comes_back_at_another_port_finds_what_is_published_an
 
 async def test_a_damaged_chunk_is_asked_for_again(tmp_path: Path) -> None:
     version, events = write_version(tmp_path / "origin", 1, 3 * CHUNK), Events()
-    async with ByHand() as hand:
-        parent = hand.parent()
-        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=events)):
-            await parent.receive(Attach)
-            parent.send(Announce(version.manifest))
-            await parent.receive(Fetch)
-            for chunk in (version.read_chunk(0, 0), damaged(version, 1), version.read_chunk(0, 2)):
-                parent.send(chunk)
-            assert await parent.receive(Fetch) == Fetch(version=1, file=0, first_chunk=1, credits=1)
-            parent.send_chunk(version, 1)
-            await events.first(VersionComplete, version=1)
+    async with below_hand(tmp_path, emit=events) as (parent, _):
+        await parent.receive(Attach)
+        parent.send(Announce(version.manifest))
+        await parent.receive(Fetch)
+        for chunk in (version.read_chunk(0, 0), damaged(version, 1), version.read_chunk(0, 2)):
+            parent.send(chunk)
+        assert await parent.receive(Fetch) == Fetch(version=1, file=0, first_chunk=1, credits=1)
+        parent.send_chunk(version, 1)
+        await events.first(VersionComplete, version=1)
     assert folder_bytes(tmp_path / "relay-1" / "v1") == folder_bytes(version.folder)
 
 
 async def test_a_file_with_a_wrong_digest_is_fetched_anew_before_it_is_served(tmp_path: Path) -> None:
     version, events = write_version(tmp_path / "origin", 1, 2 * CHUNK), Events()
     wrong = write_version(tmp_path / "wrong", 1, 2 * CHUNK)
-    async with ByHand() as hand:
-        parent = hand.parent()
-        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=events)):
-            await parent.receive(Attach)
-            parent.send(Announce(version.manifest))
-            await parent.receive(Fetch)
-            parent.send_all(wrong)  # whose chunks have right checksums
-            assert await parent.receive(Fetch) == Fetch(version=1, file=0, first_chunk=0, credits=2)
-            assert not events.seen
-            parent.send_all(version)
-            await events.first(VersionComplete, version=1)
+    async with below_hand(tmp_path, emit=events) as (parent, _):
+        await parent.receive(Attach)
+        parent.send(Announce(version.manifest))
+        await parent.receive(Fetch)
+        parent.send_all(wrong)  # whose chunks have right checksums
+        assert await parent.receive(Fetch) == Fetch(version=1, file=0, first_chunk=0, credits=2)
+        assert not events.seen
+        parent.send_all(version)
+        await events.first(VersionComplete, version=1)
     assert folder_bytes(tmp_path / "relay-1" / "v1") == folder_bytes(version.folder)
 
 
 async def test_a_version_that_keeps_coming_damaged_is_given_up_and_the_next_one_taken(tmp_path: Path) -> None:
     version, events = write_version(tmp_path / "origin", 1, 2 * CHUNK), Events()
     successor = write_version(tmp_path / "origin", 2, CHUNK)
-    async with ByHand() as hand:
-        parent = hand.parent()
-        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=events)):
-            await parent.receive(Attach)
-            parent.send(Announce(version.manifest))
-            await parent.receive(Fetch)
-            for _ in range(3):
-                parent.send(damaged(version, 1))
-            assert "chunk 1 of model-0" in (await events.first(VersionFailed, version=1)).reason
-            parent.send(Announce(successor.manifest))
-            parent.send_all(successor)
-            await events.first(VersionComplete, version=2)
+    async with below_hand(tmp_path, emit=events) as (parent, _):
+        await parent.receive(Attach)
+        parent.send(Announce(version.manifest))
+        await parent.receive(Fetch)
+        for _ in range(3):
+            parent.send(damaged(version, 1))
+        assert "chunk 1 of model-0" in (await events.first(VersionFailed, version=1)).reason
+        parent.send(Announce(successor.manifest))
+        parent.send_all(successor)
+        await events.first(VersionComplete, version=2)
 
 
 async def test_a_manifest_whose_digest_is_not_that_of_its_files_is_refused(tmp_path: Path) -> None:
     events = Events()
-    async with ByHand() as hand:
-        parent = hand.parent()
-        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=events)):
-            await parent.receive(Attach)
-            parent.send(Announce(msgspec.structs.replace(manifest_of(1, CHUNK), digest="11" * 32)))
-            await events.first(VersionFailed, version=1)
+    async with below_hand(tmp_path, emit=events) as (parent, _):
+        await parent.receive(Attach)
+        parent.send(Announce(msgspec.structs.replace(manifest_of(1, CHUNK), digest="11" * 32)))
+        await events.first(VersionFailed, version=1)
 
 
 async def test_a_version_without_room_is_refused_by_name_and_the_next_one_taken(tmp_path: Path) -> None:
@@ -277,12 +270,10 @@ async def test_below_a_node_without_room_children_turn_to_the_next_parent(tmp_pa
 
 async def test_chunks_above_the_configured_size_are_refused_by_name(tmp_path: Path) -> None:
     events = Events()
-    async with ByHand() as hand:
-        parent = hand.parent()
-        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=events)):
-            await parent.receive(Attach)
-            parent.send(Announce(msgspec.structs.replace(manifest_of(1, CHUNK), chunk_bytes=2 * CHUNK)))
-            assert "above the 4096 of this node" in (await events.first(VersionFailed, version=1)).reason
+    async with below_hand(tmp_path, emit=events) as (parent, _):
+        await parent.receive(Attach)
+        parent.send(Announce(msgspec.structs.replace(manifest_of(1, CHUNK), chunk_bytes=2 * CHUNK)))
+        assert "above the 4096 of this node" in (await events.first(VersionFailed, version=1)).reason
 
 
 async def test_a_foreign_address_is_refused_by_name(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from tests.relay.tree import (
     ByHand,
     Events,
     Learner,
+    below_hand,
     digest,
     folder_bytes,
     make_node,
@@ -337,18 +338,16 @@ async def test_a_name_twice_in_a_version_never_makes_a_file_with_a_wrong_digest(
     """The second file of that name is longer: what comes for it changes the first, which was right already."""
     short, long = (write_version(tmp_path / "origin", number, number * CHUNK) for number in (1, 2))
     files = (short.manifest.files[0], long.manifest.files[0])
-    async with ByHand() as hand:
-        parent = hand.parent()
-        async with running(make_node(tmp_path, "relay-1", parent.endpoint)):
-            await parent.receive(m.Attach)
-            parent.send(m.Announce(m.Manifest(3, version_digest(files), CHUNK, files)))
-            parent.send(msgspec.structs.replace(short.read_chunk(0, 0), version=3))
-            for index in range(2):
-                parent.send(msgspec.structs.replace(long.read_chunk(0, index), version=3, file=1))
-            parent.send(m.Announce(short.manifest))
-            parent.send_all(short)
-            while (await parent.receive(m.Done)).version != 3:
-                pass
+    async with below_hand(tmp_path) as (parent, _):
+        await parent.receive(m.Attach)
+        parent.send(m.Announce(m.Manifest(3, version_digest(files), CHUNK, files)))
+        parent.send(msgspec.structs.replace(short.read_chunk(0, 0), version=3))
+        for index in range(2):
+            parent.send(msgspec.structs.replace(long.read_chunk(0, index), version=3, file=1))
+        parent.send(m.Announce(short.manifest))
+        parent.send_all(short)
+        while (await parent.receive(m.Done)).version != 3:
+            pass
     for folder in (tmp_path / "relay-1").glob("v*[0-9]"):
         manifest = StoredVersion.load(folder).manifest
         assert [digest(folder / entry.name) for entry in manifest.files] == [f.digest for f in manifest.files]
@@ -370,19 +369,18 @@ async def test_a_delta_longer_than_its_chunk_is_refused(tmp_path: Path) -> None:
     payload = encode(bytes(new), base.chunk_data(0, 0), width=4)
     assert payload is not None
     long = Forgery.of(payload).with_frame(0, padded(bytes(1), CHUNK)).bytes()
-    async with ByHand() as hand:
-        parent = hand.parent()
-        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=(events := Events()))):
-            await parent.receive(m.Attach)
-            parent.send(m.Announce(base.manifest))
-            parent.send_all(base)
-            await events.first(m.VersionComplete, version=1)
-            parent.send(m.Announce(m.Manifest(2, version_digest(files), CHUNK, files), base=1))
-            right = m.Chunk(version=2, file=0, index=0, checksum=chunk_checksum(bytes(new)), base=1)
-            for data in (long, payload):
-                proof = delta_proof(base.manifest.digest, data)
-                parent.send(msgspec.structs.replace(right, data=memoryview(data), proof=proof))
-            event = await events.first(m.VersionComplete, version=2)
+    events = Events()
+    async with below_hand(tmp_path, emit=events) as (parent, _):
+        await parent.receive(m.Attach)
+        parent.send(m.Announce(base.manifest))
+        parent.send_all(base)
+        await events.first(m.VersionComplete, version=1)
+        parent.send(m.Announce(m.Manifest(2, version_digest(files), CHUNK, files), base=1))
+        right = m.Chunk(version=2, file=0, index=0, checksum=chunk_checksum(bytes(new)), base=1)
+        for data in (long, payload):
+            proof = delta_proof(base.manifest.digest, data)
+            parent.send(msgspec.structs.replace(right, data=memoryview(data), proof=proof))
+        event = await events.first(m.VersionComplete, version=2)
     assert event.wire_bytes == len(payload)
 
 

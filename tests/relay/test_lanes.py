@@ -39,6 +39,7 @@ from tests.relay.tree import (
     Events,
     HandParent,
     Learner,
+    below_hand,
     chain,
     fetch,
     folder_bytes,
@@ -208,21 +209,20 @@ async def test_honest_frames_made_by_another_hand_are_taken(tmp_path: Path) -> N
 
 async def test_a_chunk_damaged_in_memory_before_it_was_sealed_is_asked_for_again(tmp_path: Path) -> None:
     version = write_version(tmp_path / "origin", 1, CHUNK)
-    async with ByHand() as hand:
-        parent = hand.parent()
-        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=(events := Events()))):
-            await parent.receive(Attach)
-            by_hand = LaneOfHand(parent, 1)
-            with closing((await by_hand.admit())[0]) as lane:
-                parent.send(Announce(version.manifest))
-                await parent.receive(Fetch)
-                right = version.read_chunk(0, 0)
-                wrong = Chunk(version=1, file=0, index=0, checksum=right.checksum, data=memoryview(bytes(CHUNK)))
-                sent = frames(by_hand.tickets[0].chunk_key, [wrong, right])
-                await asyncio.get_running_loop().sock_sendall(lane, sent[0] + sent[1])
-                assert (await parent.receive(Fetch)).first_chunk == 0
-                await asyncio.get_running_loop().sock_sendall(lane, sent[2] + sent[3])
-                await events.first(VersionComplete, version=1)
+    events = Events()
+    async with below_hand(tmp_path, emit=events) as (parent, _):
+        await parent.receive(Attach)
+        by_hand = LaneOfHand(parent, 1)
+        with closing((await by_hand.admit())[0]) as lane:
+            parent.send(Announce(version.manifest))
+            await parent.receive(Fetch)
+            right = version.read_chunk(0, 0)
+            wrong = Chunk(version=1, file=0, index=0, checksum=right.checksum, data=memoryview(bytes(CHUNK)))
+            sent = frames(by_hand.tickets[0].chunk_key, [wrong, right])
+            await asyncio.get_running_loop().sock_sendall(lane, sent[0] + sent[1])
+            assert (await parent.receive(Fetch)).first_chunk == 0
+            await asyncio.get_running_loop().sock_sendall(lane, sent[2] + sent[3])
+            await events.first(VersionComplete, version=1)
 
 
 def strangers(port: int, held: Ticket) -> Iterator[tuple[str, bytes]]:

@@ -19,6 +19,7 @@ from tests.relay.tree import (
     Events,
     HandParent,
     Learner,
+    below_hand,
     binary,
     chain,
     make_node,
@@ -131,15 +132,14 @@ async def give_only(parent: HandParent, version: StoredVersion) -> None:
 async def test_a_version_that_overtook_another_and_is_gone_above_is_let_go(tmp_path: Path) -> None:
     """The parent goes on to 3 before the node has 2, which overtook 1."""
     versions = {number: write_version(tmp_path / "origin", number, 3 * CHUNK) for number in (1, 2, 3)}
-    async with ByHand() as hand:
-        parent = hand.parent()
-        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=(events := Events()))):
-            await parent.receive(Attach)
-            for version in versions.values():
-                parent.send(Announce(version.manifest))
-            giving = asyncio.create_task(give_only(parent, versions[3]))
-            await events.first(VersionComplete, version=3)
-            giving.cancel()
+    events = Events()
+    async with below_hand(tmp_path, emit=events) as (parent, _):
+        await parent.receive(Attach)
+        for version in versions.values():
+            parent.send(Announce(version.manifest))
+        giving = asyncio.create_task(give_only(parent, versions[3]))
+        await events.first(VersionComplete, version=3)
+        giving.cancel()
 
 
 @pytest.mark.parametrize("begun", [(1, 2), (2,), (3,)], ids=["one overtook another", "one alone", "a later one"])

@@ -12,16 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 from laminar_py.records import codec
 from laminar_py.relay.messages import Announce, Attach, Chunk, ParentLost, RelayKeys, Want
 from laminar_py.relay.sockets import CONTROL_BYTES, generate_keys, to_frames
-from tests.relay.tree import (
-    CHUNK,
-    KEYS,
-    ByHand,
-    Events,
-    make_node,
-    receive,
-    running,
-    write_version,
-)
+from tests.relay.tree import CHUNK, KEYS, ByHand, Events, below_hand, make_node, receive, running, write_version
 
 
 @contextmanager
@@ -99,20 +90,18 @@ async def test_an_oversized_frame_ends_the_connection_and_not_the_node(tmp_path:
 
 
 async def test_an_oversized_frame_from_a_parent_makes_the_child_attach_anew(tmp_path: Path) -> None:
-    async with ByHand() as hand:
-        parent = hand.parent()
-        async with running(make_node(tmp_path, "relay-1", parent.endpoint, parent_timeout_s=0.3)):
-            await parent.receive(Attach)
-            parent.send(
-                Chunk(
-                    version=1,
-                    file=0,
-                    index=0,
-                    checksum=bytes(32),
-                    data=memoryview(bytes(CHUNK + 2 * CONTROL_BYTES)),
-                )
+    async with below_hand(tmp_path, parent_timeout_s=0.3) as (parent, _):
+        await parent.receive(Attach)
+        parent.send(
+            Chunk(
+                version=1,
+                file=0,
+                index=0,
+                checksum=bytes(32),
+                data=memoryview(bytes(CHUNK + 2 * CONTROL_BYTES)),
             )
-            await parent.receive(Attach)
+        )
+        await parent.receive(Attach)
 
 
 async def test_frames_that_are_no_records_are_dropped(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_version_has_its_name_only_after_commit(tmp_path: Path) -> None:
         assert list(arriving.missing_chunks()) == [(0, number) for number in range(index + 1)]
         arriving.write_chunk(version.read_chunk(0, index))
         assert not (tmp_path / "store" / "v1").exists()
-    assert arriving.has_file(0)
+    assert arriving.is_whole
     store.commit(arriving)
     assert (tmp_path / "store" / "v1" / "model-0.safetensors").read_bytes() == version.file_path(0).read_bytes()
     assert make_store(tmp_path / "store").complete[1].manifest == version.manifest

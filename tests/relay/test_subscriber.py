@@ -26,6 +26,7 @@ from tests.relay.tree import (
     ByHand,
     Events,
     Learner,
+    below_hand,
     chain,
     folder_bytes,
     growing,
@@ -119,12 +120,10 @@ async def test_an_old_version_is_fetched_from_an_ancestor_and_kept_on_the_way_no
 
 async def test_a_node_declines_a_version_that_nobody_there_needs(tmp_path: Path) -> None:
     write_version(tmp_path / "relay-1", 2, CHUNK)
-    async with ByHand() as hand:
-        parent = hand.parent()
-        async with running(make_node(tmp_path, "relay-1", parent.endpoint)):
-            await parent.receive(Attach)
-            parent.send(Announce(write_version(tmp_path / "origin", 1, CHUNK).manifest))
-            assert await parent.receive(object) == Done(1)
+    async with below_hand(tmp_path) as (parent, _):
+        await parent.receive(Attach)
+        parent.send(Announce(write_version(tmp_path / "origin", 1, CHUNK).manifest))
+        assert await parent.receive(object) == Done(1)
 
 
 async def test_a_version_that_was_asked_for_is_fetched_even_when_overtaken(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from tests.relay.tree import (
     ByHand,
     Events,
     Learner,
+    below_hand,
     binary,
     chain,
     fetch,
@@ -133,16 +134,15 @@ async def test_credits_bound_what_a_parent_sends(tmp_path: Path) -> None:
 async def test_however_fast_versions_come_one_of_two_is_completed(tmp_path: Path) -> None:
     """The second overtakes the first; then the third waits, and the fourth takes its place."""
     versions = {number: write_version(tmp_path / "origin", number, 50_000) for number in range(1, 5)}
-    async with ByHand() as hand:
-        parent = hand.parent()
-        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=(events := Events()))):
-            await parent.receive(object)
-            for number in versions:
-                parent.send(Announce(versions[number].manifest))
-            asked = [await parent.receive(Fetch) for _ in range(2)]
-            assert {fetch.version for fetch in asked} == {1, 2}
-            parent.send_all(versions[2])
-            await events.first(VersionComplete, version=2)
-            parent.send_all(versions[4])
-            await events.first(VersionComplete, version=4)
+    events = Events()
+    async with below_hand(tmp_path, emit=events) as (parent, _):
+        await parent.receive(object)
+        for number in versions:
+            parent.send(Announce(versions[number].manifest))
+        asked = [await parent.receive(Fetch) for _ in range(2)]
+        assert {fetch.version for fetch in asked} == {1, 2}
+        parent.send_all(versions[2])
+        await events.first(VersionComplete, version=2)
+        parent.send_all(versions[4])
+        await events.first(VersionComplete, version=4)
     assert [event.version for event in events.seen if isinstance(event, VersionComplete)] == [2, 4]

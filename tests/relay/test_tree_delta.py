@@ -18,6 +18,7 @@ from tests.relay.tree import (
     Events,
     HandParent,
     Learner,
+    below_hand,
     chain,
     changed,
     fetch,
@@ -213,44 +214,42 @@ async def test_a_delta_that_is_damaged_or_makes_something_else_is_asked_for_agai
     """Its own checksum shows damage at once; what it makes is compared with the chunk's checksum at the end."""
     base = write_version(tmp_path / "origin", 1, 2 * CHUNK)
     manifest = msgspec.structs.replace(base.manifest, version=2)
-    async with ByHand() as hand:
-        parent = hand.parent()
-        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=(events := Events()))):
-            await parent.receive(object)
-            parent.send(Announce(base.manifest))
-            parent.send_all(base)
-            await events.first(VersionComplete, version=1)
-            parent.send(Announce(manifest, base=1))
-            while (await parent.receive(Fetch)).base is None:
-                pass
-            right, wrong = base.read_chunk(0, 0), pack(Difference(np.array([5]), np.array([1], "<u4"), b""), CHUNK)
-            for data, base_of_it, other in ((b"", 1, b"x"), (b"", 7, b"")):
-                parent.send(delta_of(right, base_of_it, data, proof=delta_proof(base.manifest.digest, other)))
-            assert {await refetched(parent) for _ in range(2)} == {(0, None)}
-            parent.send(delta_of(base.read_chunk(0, 1), 1, wrong, proof=delta_proof(base.manifest.digest, wrong)))
-            parent.send(msgspec.structs.replace(right, version=2))
-            assert await refetched(parent) == (1, None)
-            parent.send(msgspec.structs.replace(base.read_chunk(0, 1), version=2))
-            complete_there = await events.first(VersionComplete, version=2)
-            assert complete_there.wire_bytes == 2 * CHUNK + len(wrong)
+    events = Events()
+    async with below_hand(tmp_path, emit=events) as (parent, _):
+        await parent.receive(object)
+        parent.send(Announce(base.manifest))
+        parent.send_all(base)
+        await events.first(VersionComplete, version=1)
+        parent.send(Announce(manifest, base=1))
+        while (await parent.receive(Fetch)).base is None:
+            pass
+        right, wrong = base.read_chunk(0, 0), pack(Difference(np.array([5]), np.array([1], "<u4"), b""), CHUNK)
+        for data, base_of_it, other in ((b"", 1, b"x"), (b"", 7, b"")):
+            parent.send(delta_of(right, base_of_it, data, proof=delta_proof(base.manifest.digest, other)))
+        assert {await refetched(parent) for _ in range(2)} == {(0, None)}
+        parent.send(delta_of(base.read_chunk(0, 1), 1, wrong, proof=delta_proof(base.manifest.digest, wrong)))
+        parent.send(msgspec.structs.replace(right, version=2))
+        assert await refetched(parent) == (1, None)
+        parent.send(msgspec.structs.replace(base.read_chunk(0, 1), version=2))
+        complete_there = await events.first(VersionComplete, version=2)
+        assert complete_there.wire_bytes == 2 * CHUNK + len(wrong)
     assert folder_bytes(tmp_path / "relay-1" / "v2") == folder_bytes(base.folder)
 
 
 async def test_a_delta_for_another_content_of_the_base_is_refused(tmp_path: Path) -> None:
     base, other = (write_version(tmp_path / name, 1, CHUNK) for name in ("origin", "other"))
-    async with ByHand() as hand:
-        parent = hand.parent()
-        async with running(make_node(tmp_path, "relay-1", parent.endpoint, emit=(events := Events()))):
-            await parent.receive(object)
-            parent.send(Announce(base.manifest))
-            parent.send_all(base)
-            await events.first(VersionComplete, version=1)
-            parent.send(Announce(msgspec.structs.replace(base.manifest, version=2), base=1))
-            while (await parent.receive(Fetch)).base is None:
-                pass
-            chunk = base.read_chunk(0, 0)
-            parent.send(delta_of(chunk, 1, b"", proof=delta_proof(other.manifest.digest, b"")))
-            assert await refetched(parent) == (0, None)
+    events = Events()
+    async with below_hand(tmp_path, emit=events) as (parent, _):
+        await parent.receive(object)
+        parent.send(Announce(base.manifest))
+        parent.send_all(base)
+        await events.first(VersionComplete, version=1)
+        parent.send(Announce(msgspec.structs.replace(base.manifest, version=2), base=1))
+        while (await parent.receive(Fetch)).base is None:
+            pass
+        chunk = base.read_chunk(0, 0)
+        parent.send(delta_of(chunk, 1, b"", proof=delta_proof(other.manifest.digest, b"")))
+        assert await refetched(parent) == (0, None)
 
 
 def delta_of(chunk: Chunk, base: int, payload: bytes, *, proof: bytes) -> Chunk:

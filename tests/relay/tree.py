@@ -275,3 +275,12 @@ async def fetch(link: Connection, manifest: Manifest, index: int, file: int = 0)
     """One chunk, asked for by hand."""
     link.send(Fetch(version=manifest.version, file=file, first_chunk=index, credits=1))
     return await receive(link, Chunk)
+
+
+@asynccontextmanager
+async def below_hand(folder: Path, **options: object) -> AsyncIterator[tuple[HandParent, RelayNode]]:
+    """A parent that the test plays, and the node relay-1 at work below it."""
+    async with ByHand() as hand:
+        parent = hand.parent()
+        async with running(node := make_node(folder, "relay-1", parent.endpoint, **options)):
+            yield parent, node

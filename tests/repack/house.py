@@ -19,7 +19,7 @@ from laminar_py.control.groups import Credit
 from laminar_py.control.scheduler import TrajectoryScheduler
 from laminar_py.control.settings import Admission, ControlSettings, StalenessBound
 from laminar_py.learner.losses.advantages import group_advantages
-from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION, segments_path
+from laminar_py.ledger.database import LEDGER_NAME, segments_path
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.ledger.segments.reader import PayloadReader
 from laminar_py.ledger.segments.salvage import salvage
@@ -29,9 +29,6 @@ from laminar_py.records.events import (
     PartCrashed,
     PartStarted,
     Repacked,
-    RunStarted,
-    Stepped,
-    VersionPublished,
 )
 from laminar_py.records.scoring import Score
 from laminar_py.records.trajectory import Prompt
@@ -39,6 +36,7 @@ from laminar_py.repack.migration import Migration, MigrationSettings
 from laminar_py.repack.signals import EngineSpeed
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.storing import SegmentStore
+from tests.events import run_started, stepped, version_published
 from tests.rollout.folders import Folders
 
 TIMES = EngineTimes(step_s=0.02, kv_token_s=8e-8, prefill_tokens_per_s=25_000.0, load_s=0.5, reserve_tokens=60)
@@ -144,17 +142,7 @@ class House:
 
     async def __aenter__(self):
         await self.ledger.start()
-        self.append(
-            RunStarted(
-                incarnation=1,
-                host="host-1",
-                pid=7,
-                schema=SCHEMA_VERSION,
-                config_digest="c0",
-                drain=True,
-                max_staleness=None,
-            )
-        )
+        self.append(run_started(drain=True))
         self._publish_event(0, None)
         self.scheduler.published(0)
         self.scheduler.admit()
@@ -296,35 +284,14 @@ class House:
             await asyncio.sleep(self._pace)
             step += 1
             await self.scheduler.consumption.commit(batch, step)
-            self.append(
-                Stepped(
-                    step=step,
-                    incarnation=1,
-                    num_trajectories=len(batch.trajectories),
-                    num_tokens=1,
-                    loss=0.0,
-                    grad_norm=0.0,
-                    reward=0.5,
-                    elapsed_s=1.0,
-                )
-            )
+            self.append(stepped(step, num_trajectories=len(batch.trajectories), num_tokens=1))
             if self._publishes:
                 self._publish_event(step, step - 1)
                 self.scheduler.published(step)
                 await self.weights.publish(step)
 
     def _publish_event(self, version, parent):
-        self.append(
-            VersionPublished(
-                version=version,
-                step=version,
-                incarnation=1,
-                parent=parent,
-                digest=f"digest{version}",
-                num_bytes=10,
-                stall_s=0.0,
-            )
-        )
+        self.append(version_published(version, parent=parent))
 
     async def _next_version(self, known):
         return await self.weights.wait_newer(known)

@@ -6,18 +6,17 @@ from laminar_py.records.events import (
     Assigned,
     Consumed,
     Dropped,
-    Finished,
     Interrupted,
     Ready,
     RolledBack,
     Scored,
-    Stepped,
     StepSkipped,
     Undone,
 )
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind
+from laminar_py.records.trajectory import DropReason, Kind
 from tests.builders import make_evaluated
+from tests.events import finished, stepped
 from tests.ledger.runs import begin, digest_of, issue, open_ledger, run_to, score
 
 UNFINISHED = {DropReason.GROUP_DEADLINE, DropReason.VERSION_LOST}
@@ -31,18 +30,7 @@ def live(ledger, id, length, *, reward=1.0, to="ready"):
     if to == "running":
         return
     spans = (Span(0, 0, length),)
-    ledger.append(
-        Finished(
-            trajectory_id=id,
-            epoch=1,
-            finish_reason=FinishReason.STOP,
-            spans=spans,
-            length=length,
-            digest=digest_of(ledger, id),
-            queue_s=0.1,
-            generate_s=0.2,
-        )
-    )
+    ledger.append(finished(id, spans, digest=digest_of(ledger, id)))
     if to == "finished":
         return
     ledger.append(Scored(trajectory_id=id, reward=reward, elapsed_s=0.01))
@@ -60,18 +48,7 @@ def drop(ledger, id, length, reason, *, reward=1.0):
 def step(ledger, number, sizes, *, weights=None):
     """A step that consumes trajectories that are ready: `sizes` has the length of each."""
     weights = weights or {}
-    ledger.append(
-        Stepped(
-            step=number,
-            incarnation=1,
-            num_trajectories=len(sizes),
-            num_tokens=sum(sizes.values()),
-            loss=0.1,
-            grad_norm=0.2,
-            reward=1.0,
-            elapsed_s=0.3,
-        )
-    )
+    ledger.append(stepped(number, num_trajectories=len(sizes), num_tokens=sum(sizes.values())))
     for id in sizes:
         ledger.append(
             Consumed(

@@ -11,13 +11,13 @@ from laminar_py.ledger.ledger import Ledger
 from laminar_py.records.events import (
     Assigned,
     Dropped,
-    Finished,
     Ready,
     Scored,
     VersionLoaded,
 )
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind
+from laminar_py.records.trajectory import DropReason, Kind
+from tests.events import finished
 from tests.ledger.runs import begin, consume, digest_of, issue, payload_of, publish, store
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -50,12 +50,10 @@ class Script:
         store(self._ledger, id, 0, length, spans)
         self.at(
             second,
-            Finished(
-                trajectory_id=id,
+            finished(
+                id,
+                spans,
                 epoch=epoch,
-                finish_reason=FinishReason.STOP,
-                spans=spans,
-                length=length,
                 digest=digest_of(self._ledger, id),
                 **{"queue_s": 0.0, "generate_s": 1.0, **times},
             ),

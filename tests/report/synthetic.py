@@ -8,12 +8,13 @@ from collections import defaultdict, deque
 
 import numpy as np
 
-from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
+from laminar_py.ledger.database import LEDGER_NAME
 from laminar_py.ledger.ledger import Ledger
 from laminar_py.records import events as e
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind, Prompt
+from laminar_py.records.trajectory import DropReason, Kind, Prompt
 from tests.builders import make_evaluated
+from tests.events import finished, run_started
 from tests.ledger.runs import payload_of, store
 from tests.report.builders import make_fleet_row, make_step_row, write_rows
 
@@ -51,17 +52,7 @@ class Simulation:
         heapq.heappush(self.agenda, (self.clock.at + delay_s, self.order, act, values))
 
     async def run(self):
-        self.ledger.append(
-            e.RunStarted(
-                incarnation=1,
-                host="host-1",
-                pid=7,
-                schema=SCHEMA_VERSION,
-                config_digest="c0",
-                drain=True,
-                max_staleness=4,
-            )
-        )
+        self.ledger.append(run_started(drain=True, max_staleness=4))
         self.publish(None)
         for replica in range(len(self.served)):
             self.ledger.append(e.PartStarted(f"replica-{replica}", 100 + replica))
@@ -118,18 +109,7 @@ class Simulation:
         self.running[replica].discard(id)
         took = self.clock.at - began
         span = (Span(version, 0, length),)
-        self.ledger.append(
-            e.Finished(
-                trajectory_id=id,
-                epoch=epoch,
-                finish_reason=FinishReason.STOP,
-                spans=span,
-                length=length,
-                digest="d",
-                queue_s=0.1 * took,
-                generate_s=took,
-            )
-        )
+        self.ledger.append(finished(id, span, epoch=epoch, digest="d", queue_s=0.1 * took, generate_s=took))
         self.later(self.rng.exponential(0.2), self.score, id)
         if not self.running[replica]:
             self.refresh(replica)

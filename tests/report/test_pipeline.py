@@ -9,8 +9,9 @@ import pytest
 
 from laminar_lab.report.pipeline import measure_pipeline
 from laminar_lab.report.snapshot import read_snapshot
-from laminar_py.ledger.database import LEDGER_NAME, SCHEMA_VERSION
-from laminar_py.records.events import Leased, RolledBack, RunStarted, Undone
+from laminar_py.ledger.database import LEDGER_NAME
+from laminar_py.records.events import Leased, RolledBack, Undone
+from tests.events import run_started
 from tests.report.scripted import TURNS, WITH_ENVIRONMENT, scripted
 
 
@@ -152,19 +153,7 @@ async def test_undone_steps_and_steps_in_which_the_run_was_resumed_do_not_count(
             script.finish(step + 0.2, f"g{step}.0")
             script.score(step + 0.4, f"g{step}.0")
             script.step(step + 1.0, step, f"g{step}.0")
-        script.at(
-            9.0,
-            RunStarted(
-                incarnation=2,
-                host="host-1",
-                pid=8,
-                schema=SCHEMA_VERSION,
-                config_digest="c0",
-                drain=False,
-                max_staleness=None,
-                resumed_step=2,
-            ),
-        )
+        script.at(9.0, run_started(incarnation=2, resumed_step=2))
         script.at(9.0, RolledBack(2, "controller_crashed"), Undone("g3.0", 3))
         script.step(10.0, 3, "g3.0")
         script.issue(10.0, "g4.0", index=4)
@@ -185,19 +174,7 @@ async def test_a_batch_that_stood_while_the_run_was_down_is_not_the_usual_one(tm
             script.score(8.0, f"g0.{sample}")
         script.issue(8.0, "g1.0", index=1)
         script.step(9.0, 1, *(f"g0.{sample}" for sample in range(8)))
-        script.at(
-            900.0,
-            RunStarted(
-                incarnation=2,
-                host="host-1",
-                pid=8,
-                schema=SCHEMA_VERSION,
-                config_digest="c0",
-                drain=False,
-                max_staleness=None,
-                resumed_step=1,
-            ),
-        )
+        script.at(900.0, run_started(incarnation=2, resumed_step=1))
         script.finish(901.0, "g1.0")
         script.score(901.0, "g1.0")
         script.step(902.0, 2, "g1.0")

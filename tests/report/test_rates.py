@@ -6,24 +6,16 @@ from rich.console import Console
 from laminar_lab.report.rates import HostRates, assumed_rates, measure_rates
 from laminar_lab.report.snapshot import read_snapshot
 from laminar_lab.report.terminal import rate_table
-from laminar_py.records.events import Pulled, Relayed, VersionLoaded
+from laminar_py.records.events import Pulled, VersionLoaded
+from tests.events import relayed
 from tests.report.builders import make_step_row, write_rows
 from tests.report.scripted import scripted
 
 GB = 10**9
 
 
-def relayed(version, elapsed_s, *, node="relay-1"):
-    return Relayed(
-        node=node,
-        version=version,
-        digest=f"digest{version}",
-        num_bytes=GB,
-        base=None,
-        wire_bytes=GB,
-        first_byte_s=0.0,
-        elapsed_s=elapsed_s,
-    )
+def arrived(version, elapsed_s, *, node="relay-1"):
+    return relayed(node, version, num_bytes=GB, wire_bytes=GB, elapsed_s=elapsed_s)
 
 
 def loaded(version, elapsed_s, **hashed):
@@ -34,10 +26,10 @@ def loaded(version, elapsed_s, **hashed):
 async def run(tmp_path):
     async with scripted(tmp_path) as script:
         script.issue(0.5, "g0.0")
-        script.at(1.0, relayed(0, 0.0, node="relay-0"), relayed(0, 2.0))
+        script.at(1.0, arrived(0, 0.0, node="relay-0"), arrived(0, 2.0))
         script.at(2.0, Pulled("relay-1", "replica-3", 0, 0.5), loaded(0, 9.0, checksum="slow, since it hashed"))
         script.publish(3.0, 1, stall_s=0.1, num_bytes=GB)
-        script.at(4.0, relayed(1, 4.0), Pulled("relay-1", "replica-3", 1, 1.5), loaded(1, 2.0))
+        script.at(4.0, arrived(1, 4.0), Pulled("relay-1", "replica-3", 1, 1.5), loaded(1, 2.0))
     write_rows(
         tmp_path / "metrics.jsonl",
         [make_step_row(n, n, learner_tokens_per_s=1000.0 * n, mfu=0.1 * n) for n in (1, 2, 3)],

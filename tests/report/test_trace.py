@@ -10,7 +10,7 @@ from laminar_lab.report import trace
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.snapshot import read_snapshot
 from laminar_lab.report.trace import write_trace
-from laminar_py.records.events import Relayed
+from tests.events import relayed
 from tests.ledger.runs import begin, open_ledger
 from tests.report.synthetic import simulate
 
@@ -101,19 +101,7 @@ async def test_versions_that_a_relay_takes_at_a_time_lie_beside_each_other(tmp_p
     async with open_ledger(tmp_path) as ledger:
         begin(ledger)
         for node, version, took_s in (("relay-10", 1, 3.0), ("relay-10", 2, 2.0), ("relay-9", 1, 1.0)):
-            ledger.append(
-                Relayed(
-                    node=node,
-                    version=version,
-                    digest="d",
-                    num_bytes=10,
-                    base=None,
-                    wire_bytes=10,
-                    first_byte_s=0.0,
-                    elapsed_s=took_s,
-                    parent="relay-0",
-                )
-            )
+            ledger.append(relayed(node, version, digest="d", elapsed_s=took_s, parent="relay-0"))
     events = written_trace(tmp_path)["traceEvents"]
     lanes = {
         e["tid"]: e["args"]["name"] for e in events if e["pid"] == trace.RELAYS and e["name"] == "thread_name"

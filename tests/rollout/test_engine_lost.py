@@ -5,13 +5,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from laminar_py.config.loading import parse_config
 from laminar_py.records.engine import EngineLostError
 from laminar_py.records.trajectory import InterruptReason
 from laminar_py.relay.sockets import PeerClient, PeerServer, generate_keys, peer_sockets
 from laminar_py.runtime.link.hub import ReplicaHub
 from laminar_py.runtime.link.replica_link import ReplicaLink
 from laminar_py.runtime.workers.processes.replica import ReplicaActor
+from tests.builders import make_config
 from tests.rollout.test_replica import assignment, folders, serving  # noqa: F401 (`folders` is a fixture)
 
 KEYS = generate_keys()
@@ -50,15 +50,7 @@ async def test_a_mistake_in_the_engine_is_told_as_one_after_the_last_report(fold
         link = ReplicaLink(PeerClient(wire, hub.endpoint, "r"), story.replica, attach=print, quiet_s=0.1)
         process._replica, process._task, process._listening = story.replica, story.task, story.task
         process._link = asyncio.create_task(link.run())
-        process._config = parse_config(
-            {
-                "name": "t",
-                "steps": 1,
-                "model": {"path": "m"},
-                "data": {"train": "t"},
-                "reward": {"use": ["t.py:t"]},
-            }
-        )
+        process._config = make_config()
         with pytest.raises(ZeroDivisionError):  # no `EngineLostError`, after which another would be started
             await process.ended()
         wire.close()

@@ -16,12 +16,12 @@ from laminar_py.ledger.segments.writer import SegmentWriter, tokens_ref
 from laminar_py.records.engine import EngineLostError, PauseMode, SamplingParams
 from laminar_py.records.host import SystemClock
 from laminar_py.records.pieces import Piece
-from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import Cap, DropReason, FinishReason, InterruptReason, Kind
 from laminar_py.rollout.replica import Replica
 from laminar_py.rollout.running import RunningTrajectory
 from laminar_py.rollout.storing import SegmentStore
+from tests.events import make_assignment
 from tests.learner.builders import make_model_folder
 from tests.rollout.folders import Folders
 
@@ -157,15 +157,8 @@ async def serving(
 def assignment(name, *, length=30, version=None, tokens=(), kind=Kind.TRAIN, temperature=1.0):
     prompt = np.array([3, 4, 5], np.int32)
     sampling = SamplingParams(max_new_tokens=length, temperature=temperature, seed=abs(hash(name)) % 1000)
-    return Assignment(
-        trajectory_id=name,
-        epoch=1,
-        group_id=name,
-        kind=kind,
-        prompt_ids=prompt,
-        tokens=tuple(tokens),
-        sampling=sampling,
-        version=version,
+    return make_assignment(
+        name, group_id=name, kind=kind, prompt_ids=prompt, tokens=tuple(tokens), sampling=sampling, version=version
     )
 
 

@@ -7,11 +7,11 @@ import pytest
 from laminar_py.records.engine import Delta, SamplingParams
 from laminar_py.records.environment import Problem
 from laminar_py.records.pieces import TokensRef, unpack_experts
-from laminar_py.records.replica import Assignment
 from laminar_py.records.spans import Span, clip_spans
-from laminar_py.records.trajectory import FinishReason, Kind
+from laminar_py.records.trajectory import FinishReason
 from laminar_py.rollout.running import begin
 from tests.builders import make_experts, make_mask, make_ref
+from tests.events import make_assignment
 
 NO_IDS, NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
@@ -20,11 +20,9 @@ def running(*, prefix=0, routed=0):
     """A trajectory that came with so many tokens, which have been read."""
     prompt = np.array([3, 4, 5], np.int32)
     item = begin(
-        Assignment(
-            trajectory_id="a",
-            epoch=1,
+        make_assignment(
+            "a",
             group_id="g",
-            kind=Kind.TRAIN,
             prompt_ids=prompt,
             tokens=(TokensRef(0, prefix, make_ref(), routed),) if prefix else (),
             sampling=SamplingParams(max_new_tokens=9),

@@ -14,9 +14,9 @@ from laminar_lab.simulate.weights import ModelledRelay, PulledWeights
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.records.engine import SamplingParams
 from laminar_py.records.pieces import COUNTED, TokensRef
-from laminar_py.records.replica import Assignment
-from laminar_py.records.trajectory import DropReason, FinishReason, Kind
+from laminar_py.records.trajectory import DropReason, FinishReason
 from laminar_py.rollout.replica import Replica
+from tests.events import make_assignment
 
 TIMES = EngineTimes(step_s=0.02, kv_token_s=0.0, prefill_tokens_per_s=1e6, load_s=0.5, reserve_tokens=10)
 MAX_LEN = 512
@@ -50,11 +50,9 @@ def mistaken(piece):
 
 
 def assignment(name, *, prompt=3):
-    return Assignment(
-        trajectory_id=name,
-        epoch=1,
+    return make_assignment(
+        name,
         group_id=name,
-        kind=Kind.TRAIN,
         prompt_ids=np.full(prompt, 3, np.int32),
         sampling=SamplingParams(max_new_tokens=400, stop_ids=(1,)),
     )

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from laminar_lab.audit.queries import accounting
+from laminar_lab.audit.verify import verify
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.ledger.segments.frames import whole_frames
 
@@ -87,12 +89,7 @@ class TrainProcess:
 
     def wait_until(self, look):
         """What `look` finds, once it finds something while the run goes on."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not (found := look()):
-            assert self.process.poll() is None, self.process.stdout.read()
-            assert time.monotonic() < deadline, "waited in vain"
-            time.sleep(0.05)
-        return found
+        return wait_until(self.process, look)
 
     def wait_for_step(self, step: int) -> None:
         metrics = self.run / "metrics.jsonl"
@@ -112,6 +109,22 @@ class TrainProcess:
             raise AssertionError("\n".join([f"it does not end: {told}", *said])) from None
         return self.process.returncode, output
 
+    def end_with(self, code: int) -> str:
+        """Output of a run that ends with this exit code."""
+        found, output = self.finish()
+        assert found == code, output
+        return output
+
+
+def wait_until(process, look):
+    """What `look` finds, once it finds something while the process goes on."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := look()):
+        assert process.poll() is None, process.stdout.read() if process.stdout else "it has ended"
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return found
+
 
 def journaled(run: Path) -> dict[str, set[int]]:
     """Versions of the tokens that running trajectories have in journals, by trajectory."""
@@ -129,6 +142,12 @@ def quickstart_model() -> Path:
     if not folder.is_dir():
         subprocess.run([sys.executable, "experiments/quickstart/prepare.py"], check=True, cwd=REPO)
     return folder
+
+
+def assert_laws(run: Path) -> None:
+    """The record of a run holds the laws, and accounts for all trajectories."""
+    assert verify(run) == []
+    assert accounting(run).balanced
 
 
 def forget_versions(run: Path) -> None:

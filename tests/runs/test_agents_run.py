@@ -148,16 +148,14 @@ def test_a_run_whose_agents_all_fail_ends_and_says_why(tmp_path):
     given = settings(tmp_path)
     (tmp_path / "agent.py").write_text("raise SystemExit('no such tool')")
     with TrainProcess(tmp_path, *given) as train:
-        code, output = train.finish()
-    assert code == 1, output
+        output = train.end_with(1)
     assert "32 trajectories in a row failed (environment_failed), the last: " in output.replace("\n", " ")
     assert "no such tool" in output
 
 
 def test_agents_train_through_the_endpoint_and_each_token_counts_once(tmp_path):
     with TrainProcess(tmp_path, *settings(tmp_path)) as train:
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     assert not verify(train.run)
     with closing(sqlite3.connect(train.run / "ledger.sqlite")) as ledger:
         rows = ledger.execute("SELECT id, spans, reward FROM trajectory WHERE status = 'consumed'").fetchall()
@@ -181,8 +179,7 @@ def test_agents_train_through_the_endpoint_and_each_token_counts_once(tmp_path):
 def test_an_agent_of_a_public_framework_trains_as_it_is(tmp_path):
     function = f"function: '{tmp_path / 'agent.py'}:run'"
     with TrainProcess(tmp_path, *settings(tmp_path, agent=OF_THE_SDK, environment=function, steps=10)) as train:
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     assert not verify(train.run)
     with closing(sqlite3.connect(train.run / "ledger.sqlite")) as ledger:
         rows = ledger.execute("SELECT spans, reward FROM trajectory WHERE status = 'consumed'").fetchall()
@@ -199,8 +196,7 @@ def test_a_react_loop_with_stop_strings_trains_and_no_made_up_observation_counts
     words, function = [" ", *WORDS, "act", "observe"], f"function: '{tmp_path / 'agent.py'}:run'"
     given = settings(tmp_path, agent=REACT, environment=function, steps=10, words=words, answer=made_up)
     with TrainProcess(tmp_path, *given) as train:
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     assert not verify(train.run)
     with closing(sqlite3.connect(train.run / "ledger.sqlite")) as ledger:
         rows = ledger.execute("SELECT id, spans, reward FROM trajectory WHERE status = 'consumed'").fetchall()

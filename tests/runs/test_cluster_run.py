@@ -6,17 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from laminar_lab.audit.queries import accounting
-from laminar_lab.audit.verify import verify
 from laminar_py.ledger.run_folder import RunFolder
 from tests.runs.fake_cluster import FakeCluster
-from tests.runs.runs import TrainProcess, forget_versions
-
-
-@pytest.fixture(autouse=True)
-def no_versions_left_behind(tmp_path):
-    yield
-    forget_versions(tmp_path / "small-1")
+from tests.runs.runs import TrainProcess, assert_laws
 
 
 def titles(cluster: FakeCluster, node: int) -> list[str]:
@@ -31,8 +23,7 @@ def test_a_run_joins_a_cluster_survives_a_node_and_leaves_what_is_left_as_it_was
             train.wait_for_step(2)
             here, there = titles(cluster, 0), titles(cluster, 1)
             cluster.kill(1)
-            code, output = train.finish()
-        assert code == 0, output
+            train.end_with(0)
         assert not RunFolder(train.run).shm(Path("/dev/shm")).exists()
         cluster.wait_until_empty()
     assert there == ["RelayActor", "ReplicaActor"]
@@ -40,14 +31,12 @@ def test_a_run_joins_a_cluster_survives_a_node_and_leaves_what_is_left_as_it_was
     assert "LearnerActor" in here
     restarts = json.loads((train.run / "summary.json").read_text())["restarts"]
     assert any(part.startswith("replica-") for part in restarts), restarts
-    assert verify(train.run) == []
-    assert accounting(train.run).balanced
+    assert_laws(train.run)
 
 
 def test_a_cluster_that_is_not_there_is_one_line_and_leaves_no_run(tmp_path):
     with TrainProcess(tmp_path, "cluster.address=127.0.0.1:9") as train:
-        code, output = train.finish()
-    assert code == 2
+        output = train.end_with(2)
     *slow, line = output.splitlines()  # a slow machine says first what takes so long
     assert line.startswith("laminar: cluster.address=127.0.0.1:9: no Ray cluster to join there"), output
     assert len(slow) <= 1

@@ -2,10 +2,8 @@
 
 import pytest
 
-from laminar_lab.audit.queries import accounting
-from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import reading
-from tests.runs.runs import TrainProcess
+from tests.runs.runs import TrainProcess, assert_laws
 
 ROW = 256  # tokens of a rank; the quickstart's responses have up to 344
 SETTINGS = (
@@ -21,13 +19,11 @@ SETTINGS = (
 @pytest.mark.slow
 def test_what_is_longer_than_one_rank_s_tokens_is_trained_on_by_two(tmp_path):
     with TrainProcess(tmp_path, *SETTINGS) as run:
-        code, output = run.finish()
-    assert code == 0, output
+        run.end_with(0)
     with reading(run.run) as connection:
         longest = "SELECT max(length) FROM trajectory WHERE status = 'consumed'"
         ((length,),) = connection.execute(longest)
         ((dropped,),) = connection.execute("SELECT count(*) FROM trajectory WHERE drop_reason = 'too_long'")
     assert length > ROW
     assert dropped == 0
-    assert not verify(run.run)
-    assert accounting(run.run).balanced
+    assert_laws(run.run)

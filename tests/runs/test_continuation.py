@@ -42,15 +42,12 @@ def runs(tmp_path_factory):
         with whole, cut:
             cut.wait_for_step(2)
             cut.send(signal.SIGINT)
-            code, output = cut.finish()
-            assert code == 130, output
+            output = cut.end_with(130)
             assert "--resume" in output, "how to go on"
             refusals = [go_on_with(cut, setting) for setting in (another_model(cut), "seed=9")]
             with start(folder / "cut", resume=True) as resumed:
-                code, output = resumed.finish()
-            assert code == 0, output
-            code, output = whole.finish()
-            assert code == 0, output
+                resumed.end_with(0)
+            whole.end_with(0)
         yield whole.run, cut.run, refusals
     finally:
         for run in (whole.run, cut.run):

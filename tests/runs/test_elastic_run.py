@@ -7,11 +7,9 @@ import time
 
 import pytest
 
-from laminar_lab.audit.queries import accounting
-from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
-from tests.runs.runs import LAMINAR, REPO, TrainProcess, forget_versions
+from tests.runs.runs import LAMINAR, REPO, TrainProcess, assert_laws
 
 CONFIG = REPO / "configs/emulation/repack.yaml"
 SETTINGS = (
@@ -85,11 +83,6 @@ def rate_from_now(run, seconds):
     return tokens / (last["rl_s"] - first["rl_s"]), len(last["replicas"])
 
 
-def holds_its_laws(run):
-    assert verify(run) == []
-    assert accounting(run).balanced
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_with_more_replicas_and_with_fewer_and_its_rate_follows(tmp_path):
     with TrainProcess(tmp_path, *SETTINGS, config=CONFIG) as train:
@@ -104,10 +97,8 @@ def test_a_run_goes_on_with_more_replicas_and_with_fewer_and_its_rate_follows(tm
         time.sleep(SETTLED_S)
         rates.append(rate_from_now(train.run, FOLLOWS_S - SETTLED_S))
         train.send(signal.SIGINT)
-        code, output = train.finish()
-    forget_versions(train.run)
-    assert code == 130, output
-    holds_its_laws(train.run)
+        train.end_with(130)
+    assert_laws(train.run)
     assert not events_of(train.run, "partcrashed")
     starts = [event.part for _, event in events_of(train.run, "partstarted") if "replica" in event.part]
     assert sorted(starts) == [f"replica-{index}" for index in range(6)], "nobody stopped for it"
@@ -119,8 +110,7 @@ def test_a_run_goes_on_with_more_replicas_and_with_fewer_and_its_rate_follows(tm
 def resume(tmp_path, *settings):
     """A run that goes on with these settings and its own; its exit code is 0."""
     with TrainProcess(tmp_path, *settings, config=CONFIG, small=(), resume=True) as train:
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
 
 
 @pytest.mark.slow
@@ -129,10 +119,9 @@ def test_a_run_resumes_on_more_and_on_fewer_replicas_than_it_had(tmp_path, befor
     with TrainProcess(tmp_path, *SETTINGS, f"rollout.replicas={before}", config=CONFIG) as train:
         train.wait_for_step(2)
         train.send(signal.SIGINT)
-        code, output = train.finish()
-    assert code == 130, output
+        train.end_with(130)
     resume(tmp_path, f"rollout.replicas={after}", "steps=6")
-    holds_its_laws(train.run)
+    assert_laws(train.run)
     fleets = [event.replicas for _, event in events_of(train.run, "scaled")]
     assert fleets == [tuple(range(before)), tuple(range(after))]
 
@@ -151,7 +140,7 @@ def test_a_run_that_was_changed_and_killed_resumes_with_the_fleet_and_the_settin
         train.send(signal.SIGKILL)
     assert "--resume rollout.replicas=4" in scale(train.run, 4, code=2)
     resume(tmp_path, "steps=4")
-    holds_its_laws(train.run)
+    assert_laws(train.run)
     assert [event.replicas for _, event in events_of(train.run, "scaled")][-1] == (0, 1, 2)
     bounds = [event.max_staleness for _, event in events_of(train.run, "runstarted")]
     assert bounds == [4, 2], "the resume has the bound on record"
@@ -164,9 +153,8 @@ def test_a_run_whose_learner_waits_for_admission_widens_its_bound_by_itself(tmp_
     tight = ("staleness.max_staleness=1", "staleness.control={max: 3, window: 2}", "steps=24")
     held = ("rollout.batch_per_replica=64", "rollout.max_batch=64")  # the bound alone holds groups back
     with TrainProcess(tmp_path, *SETTINGS, *held, *tight, config=CONFIG) as train:
-        code, output = train.finish()
-    assert code == 0, output
-    holds_its_laws(train.run)
+        output = train.end_with(0)
+    assert_laws(train.run)
     changed = [event for _, event in events_of(train.run, "settingchanged")]
     assert changed[0].value == 2, output
     assert {event.by for event in changed} == {"control"}
@@ -183,10 +171,8 @@ def test_where_versions_mix_what_a_leaving_replica_has_goes_on_at_any_other(tmp_
         train.wait_until(lambda: left(train.run))
         train.wait_for_step(len((train.run / "metrics.jsonl").read_bytes().splitlines()) + 2)
         train.send(signal.SIGINT)
-        code, output = train.finish()
-    forget_versions(train.run)
-    assert code == 130, output
-    holds_its_laws(train.run)
+        train.end_with(130)
+    assert_laws(train.run)
     ((left_s, _),) = events_of(train.run, "replicaleft")
     handed_back = [at_s for at_s, event in events_of(train.run, "interrupted") if event.reason == "returned"]
     assert min(handed_back) <= left_s, "it had something"

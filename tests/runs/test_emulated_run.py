@@ -7,10 +7,9 @@ import subprocess
 
 import pytest
 
-from laminar_lab.audit.queries import Filters, accounting, listing
-from laminar_lab.audit.verify import verify
+from laminar_lab.audit.queries import Filters, listing
 from laminar_py.records.trajectory import Kind, Status
-from tests.runs.runs import LAMINAR, REPO, TrainProcess, forget_versions
+from tests.runs.runs import LAMINAR, REPO, TrainProcess, assert_laws
 from tests.runs.test_train import starts_of
 
 CONFIG = REPO / "configs/emulation/repack.yaml"
@@ -36,8 +35,7 @@ def test_an_emulated_run_repacks_and_keeps_the_laws(tmp_path):
         replicas = [process for process in train.family() if process.name().startswith("replica-")]
         assert len(replicas) == 3
         replicas[0].kill()
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     rows = list(listing(train.run, Filters(status=Status.CONSUMED, kind=Kind.TRAIN)))
     assert len(rows) == 4 * 18 * 4
     assert 16 <= min(row.length for row in rows) < max(row.length for row in rows) == 1024
@@ -47,8 +45,7 @@ def test_an_emulated_run_repacks_and_keeps_the_laws(tmp_path):
     assert first["learner_s"] >= (2 + first["trained_tokens"] / 8675) / 20, "prompts come on top"
     moved = json.loads((train.run / "summary.json").read_text())["repack"]
     assert moved["running"] + moved["waiting"] > 0, "they repack"
-    assert verify(train.run) == []
-    assert accounting(train.run).balanced
+    assert_laws(train.run)
 
 
 @pytest.mark.slow
@@ -63,11 +60,8 @@ def test_relays_that_hang_are_replaced_while_the_run_goes_on(tmp_path):
         train.wait_until(lambda: all(len(starts_of(train.run)[part]) > 1 for part in hanging))
         train.wait_for_step(len((train.run / "metrics.jsonl").read_bytes().splitlines()) + 2)
         train.send(signal.SIGINT)
-        code, output = train.finish()
-    forget_versions(train.run)
-    assert code == 130, output
-    assert verify(train.run) == []
-    assert accounting(train.run).balanced
+        train.end_with(130)
+    assert_laws(train.run)
 
 
 @pytest.mark.parametrize(

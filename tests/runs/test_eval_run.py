@@ -20,7 +20,7 @@ from laminar_py.ledger.rows import trajectory_rows
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.evaluations import set_figures
 from tests.learner.builders import make_learner
-from tests.runs.runs import LAMINAR, PATIENCE_S, REPO, TrainProcess, forget_versions, quickstart_model
+from tests.runs.runs import LAMINAR, PATIENCE_S, REPO, TrainProcess, quickstart_model
 
 SAMPLES = 16
 CONFIG = "configs/quickstart.yaml"
@@ -93,8 +93,7 @@ def num_begun(run: Path) -> int:
 def test_an_evaluation_that_was_killed_and_stopped_gives_what_an_uninterrupted_one_gives(tmp_path, model):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     with EvalProcess(whole, model) as process:
-        code, output = process.finish()
-    assert code == 0, output
+        output = process.end_with(0)
     assert "told: accuracy" in output
     for resume, ends in ((False, signal.SIGKILL), (True, signal.SIGINT)):
         with EvalProcess(killed, model, resume=resume) as process:
@@ -105,8 +104,7 @@ def test_an_evaluation_that_was_killed_and_stopped_gives_what_an_uninterrupted_o
             assert process.answered() < SAMPLES * 8, "it ended before its end"
     assert num_begun(killed / "eval-small-1") > 0, "Ctrl-C waits for no answer"
     with EvalProcess(killed, model, resume=True) as process:
-        code, output = process.finish()
-    assert code == 0, output
+        process.end_with(0)
     first, second = (json.loads((run / "eval-small-1/summary.json").read_text()) for run in (whole, killed))
     assert first["evaluations"] == second["evaluations"]
     assert first["evaluations"][0]["figures"]["samples"] == SAMPLES
@@ -135,11 +133,9 @@ def test_two_evaluations_of_one_checkpoint_at_once_and_a_resume_of_the_older_one
             first.send(signal.SIGKILL)
             first.process.wait(PATIENCE_S)
             assert first.answered() < SAMPLES * 8, "it was killed before its end"
-            code, output = second.finish()
-            assert code == 0, output
+            second.end_with(0)
     with EvalProcess(folder, checkpoint, resume=True) as again:
-        code, output = again.finish()
-    assert code == 0, output
+        again.end_with(0)
     older, newer = (json.loads((run / "summary.json").read_text()) for run in (first.run, second.run))
     assert older["evaluations"] == newer["evaluations"]
     assert older["source"] == {"path": str(checkpoint), "step": 0}
@@ -151,10 +147,8 @@ def test_an_evaluation_that_is_stopped_says_how_it_goes_on(tmp_path, model):
     with EvalProcess(tmp_path, model) as process:
         process.wait_until(process.answered)
         process.send(signal.SIGINT)
-        code, output = process.finish()
-    assert code == 130, output
+        output = process.end_with(130)
     assert "--resume continues it" in output
-    forget_versions(tmp_path / "eval-small-1")
 
 
 @pytest.mark.parametrize(
@@ -189,8 +183,7 @@ def test_the_example_of_the_page_evaluates_as_it_says(tmp_path, model):
     config = tmp_path / "evaluation.yaml"
     config.write_text(yaml.safe_dump(small))
     with EvalProcess(tmp_path, model, config=config, settings=SMALL_SETTINGS) as process:
-        code, output = process.finish()
-    assert code == 0, output
+        output = process.end_with(0)
     table = output[output.rindex("problems x samples") :]
     assert re.search(r"problems x samples +8 x 1 +8 x 8", table), output
     assert re.search(r"pass@8 +- +0\.\d{3} \(", table), output

@@ -8,9 +8,7 @@ import time
 import psutil
 import pytest
 
-from laminar_lab.audit.queries import accounting
-from laminar_lab.audit.verify import verify
-from tests.runs.runs import TrainProcess, forget_versions
+from tests.runs.runs import TrainProcess, assert_laws
 from tests.runs.test_train import starts_of
 
 RECOVERS_S = 90.0
@@ -38,12 +36,6 @@ def objective(inputs, settings):
 """
 
 
-@pytest.fixture(autouse=True)
-def no_versions_left_behind(tmp_path):
-    yield
-    forget_versions(tmp_path / "small-1")
-
-
 def steps_of(train):
     path = train.run / "metrics.jsonl"
     return len(path.read_bytes().splitlines()) if path.is_file() else 0
@@ -51,10 +43,8 @@ def steps_of(train):
 
 def end(train):
     train.send(signal.SIGINT)
-    code, output = train.finish()
-    assert code == 130, output
-    assert verify(train.run) == []
-    assert accounting(train.run).balanced
+    output = train.end_with(130)
+    assert_laws(train.run)
     return output
 
 

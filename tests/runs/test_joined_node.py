@@ -2,10 +2,8 @@
 
 import pytest
 
-from laminar_lab.audit.queries import accounting
-from laminar_lab.audit.verify import verify
 from tests.runs.fake_cluster import FakeCluster
-from tests.runs.runs import TrainProcess
+from tests.runs.runs import TrainProcess, assert_laws
 from tests.runs.test_elastic_run import events_of, left, scale, serving
 from tests.runs.test_lost_node import SETTINGS, installed  # noqa: F401 - a fixture
 from tests.runs.test_train import starts_of
@@ -28,10 +26,8 @@ def test_a_replica_that_waits_for_a_node_starts_on_one_that_ray_adds(tmp_path, i
         train.wait_until(lambda: left(train.run))
         train.wait_for_step(len((train.run / "metrics.jsonl").read_bytes().splitlines()) + 1)
         train.process.send_signal(2)
-        code, output = train.finish()
-    assert code == 130, output
-    assert verify(train.run) == []
-    assert accounting(train.run).balanced
+        train.end_with(130)
+    assert_laws(train.run)
     assert not events_of(train.run, "partcrashed")
     starts = starts_of(train.run)
     assert {part: len(pids) for part, pids in starts.items() if "re" in part and len(pids) > 1} == {}

@@ -29,16 +29,14 @@ def test_a_run_that_is_stopped_in_its_last_step_is_finished_and_its_resume_has_n
     with TrainProcess(tmp_path, *RUN, "steps=1", config=CONFIG) as train:
         train.wait_until(lambda: list(train.run.glob("checkpoints/step-1-*.tmp")))
         train.send(signal.SIGTERM)
-        code, output = train.finish()
-    assert code == 0, output
+        output = train.end_with(0)
     assert (
         "stopping: waiting for the checkpoint of step 1; a second signal ends at once: step 1 would be" in output
     )
     assert "stopped at step" not in output
     assert json.loads((train.run / "summary.json").read_text())["finished"]
     with TrainProcess(tmp_path, *RUN, "steps=1", config=CONFIG, resume=True) as train:
-        code, output = train.finish()
-    assert code == 0, output
+        output = train.end_with(0)
     assert "has made its 1 step, and nothing is left to do" in output
     with reading(RunFolder(train.run).ledger) as record:
         assert [event.reason for event in read_events(record, RunEnded)] == ["finished", "finished"]
@@ -53,13 +51,11 @@ def test_the_resume_of_a_run_whose_last_evaluation_is_left_makes_it_and_draws_no
     with TrainProcess(tmp_path, *settings) as train:
         train.wait_for_step(1)
         train.send(signal.SIGTERM)
-        code, output = train.finish()
-    assert code == 130, output
+        output = train.end_with(130)
     assert "stopped at step 1, its last; its evaluation is left; resume with: " in output
     issued = count_training(train.run)
     with TrainProcess(tmp_path, *settings, resume=True) as train:
-        code, output = train.finish()
-    assert code == 0, output
+        output = train.end_with(0)
     assert "has made its 1 step, and only evaluations are left" in output
     assert count_training(train.run) == issued
     evaluations = json.loads((train.run / "summary.json").read_text())["evaluations"]

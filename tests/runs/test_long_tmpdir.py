@@ -76,7 +76,6 @@ def test_a_run_trains_to_its_end(tmp_path, tmpdir, monkeypatch, cluster):
 def trains(folder, tmpdir, monkeypatch, *settings):
     monkeypatch.setenv("TMPDIR", str(tmpdir))
     with TrainProcess(folder, *ALONE, *settings) as train:
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     assert verify(train.run) == []
     assert not list(tmpdir.glob("laminar-*"))

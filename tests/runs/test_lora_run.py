@@ -60,8 +60,7 @@ def test_a_run_of_adapters_on_two_ranks_that_was_killed_resumes_and_keeps_the_la
         train.process.wait()
         assert accounting(train.run).balanced
     with TrainProcess(tmp_path, *settings, resume=True) as again:
-        code, output = again.finish()
-        assert code == 0, output
+        again.end_with(0)
         assert wait_until_gone(family) == []
     assert verify(again.run) == []
     training = listing(
@@ -105,8 +104,7 @@ def test_an_adapter_that_leaves_gives_the_greedy_tokens_of_the_ledger_as_the_mer
         f"reward.use=[{tmp_path / 'reward.py'}:score]",
     ]
     with TrainProcess(tmp_path, *ALONE, *settings) as train:
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     for out, flags in (("adapter", ["--adapter"]), ("whole", [])):
         command = [LAMINAR, "export", str(train.run), str(tmp_path / out), *flags]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

@@ -5,12 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from laminar_lab.audit.queries import Filters, accounting, listing
+from laminar_lab.audit.queries import Filters, listing
 from laminar_lab.audit.stored import StoredResponses
-from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.records.trajectory import Kind, Status
-from tests.runs.runs import ALONE, REPO, TrainProcess
+from tests.runs.runs import ALONE, REPO, TrainProcess, assert_laws
 
 
 def make_mixture(data: Path) -> Path:
@@ -28,10 +27,8 @@ def test_a_mixture_learns_with_the_experts_that_its_tokens_were_routed_to(tmp_pa
     model = make_mixture(tmp_path / "data")
     settings = (f"model.path={model}", "rollout.record=[routed_experts]", "eval.every_steps=null")
     with TrainProcess(tmp_path, *ALONE, "eval.sets={}", *settings) as train:
-        code, output = train.finish()
-    assert code == 0, output
-    assert verify(train.run) == []
-    assert accounting(train.run).balanced
+        train.end_with(0)
+    assert_laws(train.run)
     rows = [json.loads(line) for line in (train.run / "metrics.jsonl").read_text().splitlines()]
     fresh = [row for row in rows if "0" in row["by_staleness"]]
     assert fresh, "the first step is on policy"

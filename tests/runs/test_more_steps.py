@@ -4,11 +4,10 @@ import os
 
 import pytest
 
-from laminar_lab.audit.queries import Filters, accounting, listing
-from laminar_lab.audit.verify import verify
+from laminar_lab.audit.queries import Filters, listing
 from laminar_py.records.trajectory import DropReason, Kind, Status
 from laminar_py.runtime.cluster.forked import SHARED
-from tests.runs.runs import TrainProcess, forget_versions
+from tests.runs.runs import TrainProcess, assert_laws
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
 
 LATE_LEARNER = """
@@ -49,8 +48,7 @@ def late_learner(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv(SHARED)  # the run has a fork server of its own, which reads that file
     monkeypatch.setenv("LEARNER_MAY_START", str(tmp_path / "may-start"))
-    yield tmp_path / "may-start"
-    forget_versions(tmp_path / "small-1")
+    return tmp_path / "may-start"
 
 
 def lost(run):
@@ -63,14 +61,11 @@ def lost(run):
 def test_replicas_that_are_up_before_the_learner_wait_for_its_weights(tmp_path, late_learner):
     late_learner.touch()
     with TrainProcess(tmp_path, *SETTINGS, "steps=2", config=CONFIG) as train:
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     late_learner.unlink()
     before = lost(train.run)
     with TrainProcess(tmp_path, "steps=3", resume=True, small=(), config=CONFIG) as train:
         train.wait_until(lambda: lost(train.run) > before)
         late_learner.touch()
-        code, output = train.finish()
-    assert code == 0, output
-    assert verify(train.run) == []
-    assert accounting(train.run).balanced
+        train.end_with(0)
+    assert_laws(train.run)

@@ -11,19 +11,13 @@ from laminar_lab.audit.queries import Filters, accounting, listing
 from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import reading
 from laminar_py.records.trajectory import DropReason
-from tests.runs.runs import TrainProcess, forget_versions, journaled
+from tests.runs.runs import TrainProcess, assert_laws, journaled
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
 from tests.runs.test_lost_node import interrupted
 from tests.runs.test_train import starts_of
 
 SLOW = (*SETTINGS, "rollout.engine.compression=4", "repack.planner=none", "learner.checkpoint_every=2")
 FEW_BYTES = 4096
-
-
-@pytest.fixture(autouse=True)
-def no_versions_left_behind(tmp_path):
-    yield
-    forget_versions(tmp_path / "small-1")
 
 
 def pid_of(train, part):
@@ -33,8 +27,7 @@ def pid_of(train, part):
 
 
 def assert_whole(run):
-    assert verify(run) == []
-    assert accounting(run).balanced
+    assert_laws(run)
 
 
 def events(run, kind):
@@ -45,8 +38,7 @@ def events(run, kind):
 def test_what_a_killed_replica_had_begun_goes_on_where_its_journal_ends(tmp_path):
     with TrainProcess(tmp_path, *SLOW, config=CONFIG) as train:
         os.kill(pid_of(train, "replica-1"), signal.SIGKILL)
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     kept = interrupted(train.run, "replica_crashed")
     assert any(length > 0 for length in kept.values()), "nobody was told of these tokens"
     assert_whole(train.run)
@@ -57,8 +49,7 @@ def test_what_a_killed_replica_had_begun_goes_on_where_its_journal_ends(tmp_path
 def test_a_replica_whose_disk_is_full_is_replaced_and_costs_nobody_else(tmp_path):
     with TrainProcess(tmp_path, *SLOW, config=CONFIG) as train:
         resource.prlimit(pid_of(train, "replica-1"), resource.RLIMIT_FSIZE, (FEW_BYTES, FEW_BYTES))
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     assert any("StoreFullError" in body for body in events(train.run, "partcrashed"))
     assert '"restarts": {}' in (train.run / "summary.json").read_text(), "a full disk is no death that counts"
     assert not list(listing(train.run, Filters(reason=DropReason.TOKENS_LOST)))
@@ -79,8 +70,7 @@ def test_what_lay_in_deleted_segments_is_dropped_by_name_and_its_prompts_are_iss
         replica = pid_of(train, "replica-1")
         train.wait_until(lambda: delete_segments(train.run))
         os.kill(replica, signal.SIGKILL)  # readers may have had its segment open; the next one is new to them
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     assert list(listing(train.run, Filters(reason=DropReason.TOKENS_LOST)))
     assert len((train.run / "metrics.jsonl").read_text().splitlines()) == 4, "all steps are made"
     assert {one.rule for one in verify(train.run)} <= {Rule.SPANS, Rule.ROWS}, "of trajectories that ended before"

@@ -6,12 +6,10 @@ import sys
 
 import pytest
 
-from laminar_lab.audit.queries import accounting
-from laminar_lab.audit.verify import verify
 from laminar_py.cli import main
 from laminar_py.runtime.cluster import placement
 from tests.runs.fake_cluster import FakeCluster
-from tests.runs.runs import ALONE, TrainProcess, forget_versions
+from tests.runs.runs import ALONE, TrainProcess, assert_laws
 from tests.runs.test_mixture_run import make_mixture
 from tests.runs.test_train import starts_of
 
@@ -27,11 +25,9 @@ def test_two_ranks_publish_what_engines_and_probes_agree_with(tmp_path, mixture)
         if not mixture:
             train.wait_for_step(2)
             os.kill(starts_of(train.run)["learner-1"][-1], signal.SIGKILL)
-        code, output = train.finish()
-    assert code == 0, output
+        output = train.end_with(0)
     assert ("goes back to step" in output) is not mixture
-    assert verify(train.run) == []
-    assert accounting(train.run).balanced
+    assert_laws(train.run)
 
 
 def train_on_two_nodes() -> None:
@@ -52,11 +48,8 @@ def test_two_ranks_on_two_hosts_publish_what_engines_and_probes_agree_with(tmp_p
         with TrainProcess(tmp_path, *settings, "steps=6", laminar=laminar) as train:
             train.wait_for_step(2)
             os.kill(starts_of(train.run)["learner-1"][-1], signal.SIGKILL)
-            code, output = train.finish()
-    forget_versions(train.run)
-    assert code == 0, output
+            output = train.end_with(0)
     assert "goes back to step" in output
     log = (train.run / "logs" / "learner-1.log").read_text()
     assert "sends its rows" in log
-    assert verify(train.run) == []
-    assert accounting(train.run).balanced
+    assert_laws(train.run)

@@ -11,7 +11,7 @@ from laminar_lab.audit.queries import accounting
 from laminar_lab.audit.verify import verify
 from laminar_lab.report.run_report import RunReport
 from laminar_lab.report.snapshot import read_snapshot
-from tests.runs.runs import ALONE, TrainProcess, forget_versions
+from tests.runs.runs import ALONE, TrainProcess
 
 pytestmark = pytest.mark.slow
 STEPS = 8
@@ -31,8 +31,7 @@ def test_everything_dies_and_replays_are_undone_or_stay_on_record(tmp_path):
             process.send_signal(signal.SIGKILL)
         train.process.wait(timeout=60)
     with TrainProcess(tmp_path, *REPLAY, *TBA, resume=True) as train:
-        code, output = train.finish()
-        assert code == 0, output
+        train.end_with(0)
     assert verify(train.run) == []
     account = accounting(train.run).train
     assert account.balanced
@@ -43,7 +42,6 @@ def test_everything_dies_and_replays_are_undone_or_stay_on_record(tmp_path):
     rows = {row["step"]: row for row in metrics(train.run)}
     assert {step: rows[step]["replay"]["trajectories"] for step in by_step} == by_step
     assert RunReport(read_snapshot(train.run)).replayed is not None
-    forget_versions(train.run)
 
 
 def metrics(run):
@@ -67,15 +65,10 @@ def test_under_sync_a_resumed_run_replays_the_same_bit_by_bit(tmp_path):
     with whole, cut:
         cut.wait_for_step(4)
         cut.send(signal.SIGINT)
-        code, output = cut.finish()
-        assert code == 130, output
+        cut.end_with(130)
         with start(tmp_path / "cut", resume=True) as resumed:
-            code, output = resumed.finish()
-            assert code == 0, output
-        code, output = whole.finish()
-        assert code == 0, output
+            resumed.end_with(0)
+        whole.end_with(0)
     assert learned(cut.run) == learned(whole.run)
     assert sum(row["replay"].get("trajectories", 0) for row in metrics(whole.run)) > 0
     assert verify(cut.run) == []
-    for run in (whole.run, cut.run):
-        forget_versions(run)

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from experiments.kill_test.handovers import handovers
-from laminar_lab.audit.queries import accounting
 from laminar_lab.audit.verify import verify
 from laminar_py.config.data import ModelConfig
 from laminar_py.learner.export import export_hf
@@ -24,7 +23,7 @@ from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
 from laminar_py.records.spans import decode_spans, num_turns
 from tests.engines.sglang.rig import running_server, sglang_python
-from tests.runs.runs import ALONE, REPO, TrainProcess, forget_versions, wait_until_gone
+from tests.runs.runs import ALONE, REPO, TrainProcess, assert_laws, forget_versions, wait_until_gone
 
 pytestmark = pytest.mark.sglang
 PATIENCE_S = 60.0
@@ -89,16 +88,14 @@ def test_trajectories_of_a_killed_server_go_on_from_what_they_have(tmp_path, pol
     with TrainProcess(tmp_path, *settings(*chosen), config=CONFIG) as run:
         run.wait_for_step(2)
         os.kill(busy_server(run).pid, signal.SIGKILL)
-        code, output = run.finish()
-    assert code == 0, output
+        run.end_with(0)
     found = handovers(run.run)
     assert any(one.length for one in found), "the server was killed under load"
     assert len({one.source for one in found}) == 1
     taken = {one.target for one in found} - {None}  # some still waited for a slot when the run ended
     if policy == "resume":  # under `drain` the other replica may have outrun their version
         assert taken == {1 - found[0].source}
-    assert not verify(run.run)
-    assert accounting(run.run).balanced
+    assert_laws(run.run)
 
 
 async def test_a_run_on_a_server_that_runs_already_leaves_it_there(tmp_path, monkeypatch):
@@ -146,14 +143,12 @@ def test_servers_of_the_reward_are_launched_and_one_that_is_killed_comes_back(tm
         (server,) = servers(run)
         os.kill(server.pid, signal.SIGKILL)
         family = run.family()
-        code, output = run.finish()
-    assert code == 0, output
+        run.end_with(0)
     assert not wait_until_gone(family), "nothing is left running"
     starts, deaths = (events_of(run, kind) for kind in ("partstarted", "partcrashed"))
     assert [event.part for event in starts].count("server-prm-0") == 2
     assert [event.part for event in deaths] == ["server-prm-0"]
-    assert not verify(run.run)
-    assert accounting(run.run).balanced
+    assert_laws(run.run)
 
 
 def tokens_of(run: TrainProcess, replica: int) -> int:
@@ -177,8 +172,7 @@ def ten_steps(folder, name):
     warm = f"warm_start.cache={folder / 'warm'}"
     config = REPO / f"experiments/{name}/{name}.yaml"
     with TrainProcess(folder, engine, *ALONE, config=config, small=(*small, *batches, warm)) as run:
-        code, output = run.finish()
-    assert code == 0, output
+        run.end_with(0)
     assert not verify(run.run)
     with reading(run.run) as connection:
         rows = connection.execute(

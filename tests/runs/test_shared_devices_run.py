@@ -7,10 +7,8 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from laminar_lab.audit.queries import accounting
-from laminar_lab.audit.verify import verify
 from laminar_py.ledger.database import reading
-from tests.runs.runs import TrainProcess
+from tests.runs.runs import TrainProcess, assert_laws
 
 SHARED = ("cluster.share=true", "steps=8", "learner.checkpoint_every=1")
 
@@ -36,10 +34,8 @@ def test_parts_that_die_in_any_turn_cost_nothing_but_time(tmp_path, cache):
         for step, part in enumerate(("replica-0", "learner-0", "replica-1"), 1):
             run.wait_for_step(step)
             os.kill(pid_of(run.run, part), signal.SIGKILL)
-        code, output = run.finish()
-    assert code == 0, output
-    assert not verify(run.run)
-    assert accounting(run.run).balanced
+        run.end_with(0)
+    assert_laws(run.run)
     turns = holders(run.run)
     assert turns[0] == "replicas"
     assert all(one != other for one, other in pairwise(turns)), turns
@@ -53,7 +49,5 @@ def test_a_controller_that_dies_in_a_turn_is_resumed(tmp_path):
         run.send(signal.SIGKILL)
         run.process.wait()
     with TrainProcess(tmp_path, *SHARED, resume=True) as again:
-        code, output = again.finish()
-    assert code == 0, output
-    assert not verify(run.run)
-    assert accounting(run.run).balanced
+        again.end_with(0)
+    assert_laws(run.run)

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from laminar_lab.audit.queries import accounting
-from laminar_lab.audit.verify import verify
 from tests.runs.fake_cluster import FakeCluster
-from tests.runs.runs import TrainProcess, forget_versions
+from tests.runs.runs import TrainProcess, assert_laws
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
 from tests.runs.test_train import starts_of
 
@@ -71,8 +69,7 @@ def told(folder: Path, replica: int) -> list[list[str]]:
 
 
 def check(run: Path) -> None:
-    assert verify(run) == []
-    assert accounting(run).balanced
+    assert_laws(run)
 
 
 def test_a_replica_follows_the_gpu_of_its_learner_rank_which_restarts_on_another(tmp_path, dealt, monkeypatch):
@@ -80,8 +77,7 @@ def test_a_replica_follows_the_gpu_of_its_learner_rank_which_restarts_on_another
     with TrainProcess(tmp_path, *SHARED, config=CONFIG) as train:
         train.wait_for_step(2)
         os.kill(starts_of(train.run)["learner-0"][-1], 9)
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     assert told(dealt, 0) == [["GPU-a", ""], ["GPU-c", ""]], "GPU-c was free when the learner restarted"
     assert told(dealt, 1) == [["", "GPU-b"]]
     check(train.run)
@@ -89,11 +85,11 @@ def test_a_replica_follows_the_gpu_of_its_learner_rank_which_restarts_on_another
 
 @pytest.mark.slow
 def test_on_ray_a_replica_gets_the_gpu_of_its_learner_rank(tmp_path, dealt):
-    with FakeCluster(2) as cluster:
-        with TrainProcess(tmp_path, *SHARED, f"cluster.address={cluster.address}", config=CONFIG) as train:
-            code, output = train.finish()
-        forget_versions(train.run)
-        assert code == 0, output
+    with (
+        FakeCluster(2) as cluster,
+        TrainProcess(tmp_path, *SHARED, f"cluster.address={cluster.address}", config=CONFIG) as train,
+    ):
+        train.end_with(0)
     ((shared, seen),), ((none, own),) = told(dealt, 0), told(dealt, 1)
     assert (seen, none) == ("", "")
     assert {shared, own} == {"0", "1"}

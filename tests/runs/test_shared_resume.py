@@ -12,7 +12,7 @@ from laminar_lab.audit.verify import verify
 from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import reading
 from laminar_py.records.trajectory import Status
-from tests.runs.runs import REPO, TrainProcess, forget_versions, journaled
+from tests.runs.runs import REPO, TrainProcess, journaled
 from tests.runs.test_emulated_run import CONFIG
 
 REPLICAS, BATCH, GROUP, VERSIONS = 16, 8, 2, 4
@@ -42,8 +42,7 @@ def profile(tmp_path):
         assert slow in text
         text = text.replace(slow, quick)
     (tmp_path / "quick.yaml").write_text(text)
-    yield tmp_path / "quick.yaml"
-    forget_versions(tmp_path / "small-1")
+    return tmp_path / "quick.yaml"
 
 
 def rows(run, query, *values):
@@ -76,8 +75,7 @@ def test_trajectories_of_a_stopped_run_are_shared_by_all_replicas_that_start(tmp
     with TrainProcess(tmp_path, *chosen, small=(), config=CONFIG) as train:
         train.wait_until(lambda: is_at_many_versions(train.run))
         train.send(signal.SIGINT)
-        code, output = train.finish()
-    assert code == 130, output
+        train.end_with(130)
     left = {row.id: row.newest_version for row in listing(train.run, Filters(status=Status.INTERRUPTED))}
     assert len(set(left.values())) >= VERSIONS
     ((end,),) = rows(train.run, "SELECT seq FROM head")

@@ -19,7 +19,7 @@ from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.events import RunEnded
 from laminar_py.runtime.cluster.forked import SHARED
 from laminar_py.runtime.orchestrator.checkpoints import find_checkpoint
-from tests.runs.runs import ALONE, LAMINAR, PATIENCE_S, REPO, TrainProcess, forget_versions, wait_until_gone
+from tests.runs.runs import ALONE, LAMINAR, PATIENCE_S, REPO, TrainProcess, wait_until_gone
 from tests.runs.test_emulated_run import CONFIG, SETTINGS
 
 INTERRUPT = """
@@ -88,11 +88,9 @@ def test_signals_that_one_end_brings_are_one_request(tmp_path, others):
         for number in others:
             train.send(number)
             time.sleep(0.005)
-        code, output = train.finish()
-    assert code == 130, output
+        output = train.end_with(130)
     assert "was stopped at once" not in output
     assert list(train.run.glob("checkpoints/*"))
-    forget_versions(train.run)
 
 
 SLOW_START = ("warm_start.steps=600",)  # a resume cannot change it
@@ -118,15 +116,13 @@ def test_each_phase_of_a_run_ends_at_a_signal_and_the_run_resumes(tmp_path, sett
     with TrainProcess(tmp_path, *settings, *ALONE) as train:
         train.wait_until(lambda: list(train.run.glob(reached)))
         train.send(signal.SIGHUP)
-        code, output = train.finish()
-    assert code == 130, output
+        output = train.end_with(130)
     assert "stopping: waiting for " in output
     assert "; resume with: " in output
     assert verify(train.run) == []
     warm_start = settings if settings == SLOW_START else ()
     with TrainProcess(tmp_path, *QUICK, *warm_start, *ALONE, resume=True) as train:
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     assert verify(train.run) == []
 
 
@@ -135,12 +131,10 @@ def test_a_run_that_a_signal_ends_between_its_folder_and_its_record_resumes(tmp_
     with TrainProcess(tmp_path, *QUICK, *ALONE) as train:
         train.wait_until(lambda: list(train.run.glob("lock")))
         train.send(signal.SIGTERM)
-        code, output = train.finish()
-    assert code == 130, output
+        output = train.end_with(130)
     assert output.endswith("laminar: stopped\n") or "; resume with: " in output
     with TrainProcess(tmp_path, *QUICK, *ALONE, resume=True) as train:
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     assert verify(train.run) == []
 
 
@@ -156,7 +150,6 @@ def test_a_run_stops_in_order_after_ctrl_c_has_ended_the_reader_of_its_output(tm
     with reading(RunFolder(train.run).ledger) as record:
         assert list(read_events(record, RunEnded)) == [RunEnded(1, "interrupted")]
     assert verify(train.run) == []
-    forget_versions(train.run)
 
 
 @pytest.mark.slow
@@ -167,13 +160,11 @@ def test_ctrl_c_in_a_checkpoint_waits_for_it_and_the_run_resumes_from_it(tmp_pat
     with TrainProcess(tmp_path, "steps=1000000", "learner.checkpoint_every=2", *ALONE) as train:
         train.wait_until(lambda: list(train.run.glob("checkpoints/step-2-*.tmp")))
         train.send(signal.SIGINT)
-        code, output = train.finish()
-    assert code == 130, output
+        output = train.end_with(130)
     (step,) = re.findall(r"waiting for the checkpoint of step (\d+); a second signal ends at once", output)[-1:]
     assert f"stopped at step {step}; resume with: " in output
     assert find_checkpoint(RunFolder(train.run)).step == int(step)
     assert verify(train.run) == []
-    forget_versions(train.run)
 
 
 @pytest.mark.slow
@@ -193,7 +184,6 @@ def test_a_second_signal_ends_a_run_that_waits_for_a_hanging_learner_and_its_rec
     assert output.splitlines()[-1] == f"laminar: {train.run} was stopped at once; continue with --resume"
     assert len(train.run.joinpath("metrics.jsonl").read_bytes().splitlines()) >= steps
     assert verify(train.run) == []
-    forget_versions(train.run)
 
 
 @pytest.mark.slow
@@ -229,7 +219,6 @@ def test_a_closed_terminal_stops_a_run_with_a_checkpoint_and_one_of_nohup_ends_w
     assert train.wait(PATIENCE_S) == code
     with reading(RunFolder(run).ledger) as record:
         assert list(read_events(record, RunEnded)) == [RunEnded(1, end)]
-    forget_versions(run)
 
 
 def test_ctrl_c_again_and_again_is_one_line_and_leaves_nothing_running(tmp_path):
@@ -248,4 +237,3 @@ def test_ctrl_c_again_and_again_is_one_line_and_leaves_nothing_running(tmp_path)
     assert told <= {f"laminar: {train.run} was stopped at once; continue with --resume"}
     assert code in ((1,) if told else (130, -signal.SIGINT)), "within a second all signals count as one"
     assert verify(train.run) == []
-    forget_versions(train.run)

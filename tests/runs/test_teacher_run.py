@@ -10,17 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engines.sglang.scoring_server import scoring_server
-from tests.runs.runs import ALONE, TrainProcess, forget_versions, quickstart_model
-from tests.runs.test_train import assert_laws, kill_part, summary_of
+from tests.runs.runs import ALONE, TrainProcess, assert_laws, quickstart_model
+from tests.runs.test_train import kill_part, summary_of
 
 pytestmark = pytest.mark.slow
 TAUGHT = ("algorithm.name=grpo", "algorithm.teacher_coef=0.5", "rollout.without_signal=train", *ALONE)
-
-
-@pytest.fixture(autouse=True)
-def no_versions_left_behind(tmp_path):
-    yield
-    forget_versions(tmp_path / "small-1")
 
 
 @pytest.fixture
@@ -45,8 +39,7 @@ def test_a_teacher_is_asked_again_after_its_death_and_a_resume(tmp_path, teacher
     assert summary_of(train.run)["restarts"]["teacher-0"] == 1
     steps = summary_of(train.run)["steps"] + 2
     with TrainProcess(tmp_path, f"steps={steps}", *TAUGHT, *stages, resume=True) as train:
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     assert_laws(train.run)
 
 
@@ -78,8 +71,7 @@ def test_a_teachers_server_teaches_and_its_loss_ends_the_run_in_one_line(tmp_pat
             train.wait_for_step(6)
             server.failing = 10**9
             kill_part(train, "teacher-0")  # another process cannot start without the server
-            code, output = train.finish()
-    assert code == 1
+            output = train.end_with(1)
     last = output.splitlines()[-1]
     assert "teacher-0 crashed 2 times" in last
     assert f"{server.url}: answered 503" in last

@@ -14,25 +14,13 @@ import psutil
 import pytest
 
 from laminar_lab.audit.queries import Filters, accounting, listing
-from laminar_lab.audit.verify import verify
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.records.trajectory import Kind, Status
-from tests.runs.runs import ALONE, LAMINAR, REPO, TrainProcess, forget_versions, wait_until_gone
-
-
-@pytest.fixture(autouse=True)
-def no_versions_left_behind(tmp_path):
-    yield
-    forget_versions(tmp_path / "small-1")
+from tests.runs.runs import ALONE, LAMINAR, REPO, TrainProcess, assert_laws, wait_until_gone
 
 
 def summary_of(run):
     return json.loads((run / "summary.json").read_text())
-
-
-def assert_laws(run):
-    assert verify(run) == []
-    assert accounting(run).balanced
 
 
 def starts_of(run):
@@ -154,8 +142,7 @@ def test_dead_parts_come_back_while_the_run_goes_on_and_a_dead_run_resumes_where
         assert accounting(train.run).balanced
     steps = len((train.run / "metrics.jsonl").read_text().splitlines()) + 3
     with TrainProcess(tmp_path, f"steps={steps}", *tracked, resume=True) as again:
-        code, output = again.finish()
-        assert code == 0, output
+        again.end_with(0)
         assert wait_until_gone(family) == []
     summary = summary_of(again.run)
     assert summary["steps"] == steps
@@ -186,8 +173,7 @@ def test_a_second_controller_on_a_run_is_refused(tmp_path):
     shutil.copyfile(REPO / "configs/quickstart.yaml", first.path / "config.yaml")
     first.lock()
     with TrainProcess(tmp_path, resume=True) as second:
-        code, output = second.finish()
-    assert code == 2
+        output = second.end_with(2)
     assert f"run={first.path}: another process runs it" in output
 
 
@@ -217,8 +203,7 @@ def test_a_reference_stage_refers_what_is_finished_and_loses_nothing_by_its_deat
     assert summary_of(train.run)["restarts"]["reference-0"] == 1
     steps = summary_of(train.run)["steps"] + 2
     with TrainProcess(tmp_path, f"steps={steps}", *refers, resume=True) as train:
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     assert_laws(train.run)
     rows = rows_learned_as_drawn(train.run)
     assert rows[0]["kl_reference_k3"] < 1e-6, "the first step's policy is the reference, over the same vocabulary"
@@ -232,8 +217,7 @@ def test_steps_without_a_finite_gradient_change_nothing_and_end_the_run_by_name(
     (tmp_path / "reward.py").write_text("def score(request): return 9e29 * (len(request.response_ids) % 2)")
     unbounded = ["algorithm.advantage=group_mean", f"reward.use=[{tmp_path / 'reward.py'}:score]", "steps=9"]
     with TrainProcess(tmp_path, *ALONE, *unbounded) as train:
-        code, output = train.finish()
-    assert code == 1
+        output = train.end_with(1)
     assert "the loss or gradient was not finite in 3 steps in a row, up to step 3" in output
     assert_laws(train.run)
     with closing(sqlite3.connect(train.run / "ledger.sqlite")) as ledger:

@@ -4,11 +4,12 @@ import numpy as np
 import yaml
 
 from laminar_py.data.tokenizer import load_tokenizer
-from laminar_py.records.events import Assigned, Consumed, Finished, Issued, Ready, Scored
+from laminar_py.records.events import Assigned, Consumed, Ready, Scored
 from laminar_py.records.scoring import TermValue
 from laminar_py.records.spans import Span
-from laminar_py.records.trajectory import FinishReason, Kind, Prompt
+from laminar_py.records.trajectory import Kind, Prompt
 from tests.data.templates import make_tokenizer_folder
+from tests.events import finished, issued
 from tests.ledger.runs import digest_of, store, store_columns
 
 HOSTILE = [
@@ -39,21 +40,11 @@ def encode(model, text):
 
 def begin_sample(ledger, id, *, prompt="2+2=", problem="p0", answer="4", kind=Kind.TRAIN, index=0):
     """QUEUED, with a prompt of that text."""
-    group, _, sample = id.rpartition(".")
     prompted = Prompt(
         id=problem, index=index, text=prompt, ids=np.arange(3, dtype=np.int32), answer=answer, task="sum"
     )
     ledger.store_prompt(prompted)
-    ledger.append(
-        Issued(
-            trajectory_id=id,
-            group_id=group,
-            prompt_id=problem,
-            prompt_index=index,
-            sample_index=int(sample),
-            kind=kind,
-        )
-    )
+    ledger.append(issued(id, prompt_id=problem, prompt_index=index, kind=kind))
 
 
 def grow_sample(ledger, id, ids, *, start=0, version=0, replica=0, epoch=1):
@@ -77,18 +68,7 @@ def write_sample(ledger, id, ids, *, reward=1.0, verdict="", columns=None, **ask
 
 def end_sample(ledger, id, ids, spans, *, epoch=1, reward=1.0, verdict="", answer="4", columns=None):
     """SCORED."""
-    ledger.append(
-        Finished(
-            trajectory_id=id,
-            epoch=epoch,
-            finish_reason=FinishReason.STOP,
-            spans=tuple(spans),
-            length=len(ids),
-            digest=digest_of(ledger, id),
-            queue_s=0.1,
-            generate_s=0.2,
-        )
-    )
+    ledger.append(finished(id, spans, epoch=epoch, length=len(ids), digest=digest_of(ledger, id)))
     if columns:
         store_columns(ledger, id, columns)
     terms = [TermValue(name="math", value=reward, elapsed_s=0.25, text=verdict, answer=answer)]

@@ -10,38 +10,22 @@ from laminar_py.observe.summary import (
     checkpoint_figures,
     relay_figures,
 )
-from laminar_py.records.events import Checkpointed, Dropped, Relayed, VersionPublished
+from laminar_py.records.events import Checkpointed, Dropped
 from laminar_py.records.metrics import TurnFigures
 from laminar_py.records.trajectory import DropReason, Kind
+from tests.events import relayed, version_published
 from tests.ledger.runs import begin, consume, issue, make_ready, open_ledger
 from tests.report.builders import shown, summary_of
 from tests.report.scripted import TURNS, WITH_ENVIRONMENT, scripted
 
 
-def relayed(node, version, wire_bytes, elapsed_s):
+def arrived(node, version, wire_bytes, elapsed_s):
     base = version - 1 if version else None
-    return Relayed(
-        node=f"relay-{node}",
-        version=version,
-        digest=f"digest{version}",
-        num_bytes=1000,
-        base=base,
-        wire_bytes=wire_bytes,
-        first_byte_s=0.0,
-        elapsed_s=elapsed_s,
-    )
+    return relayed(f"relay-{node}", version, num_bytes=1000, base=base, wire_bytes=wire_bytes, elapsed_s=elapsed_s)
 
 
 def published(version, stall_s):
-    return VersionPublished(
-        version=version,
-        step=version,
-        incarnation=1,
-        parent=None,
-        digest=f"digest{version}",
-        num_bytes=1000,
-        stall_s=stall_s,
-    )
+    return version_published(version, num_bytes=1000, stall_s=stall_s)
 
 
 def test_the_relay_is_summed_up():
@@ -49,9 +33,9 @@ def test_the_relay_is_summed_up():
     for version, stall_s in enumerate((0.1, 0.3, 0.0, 0.2)):  # the learner died over version 2
         events += [
             published(version, stall_s),
-            relayed(0, version, 0, 0.0),
-            relayed(1, version, 10 if version else 1000, 1.0 + version),
-            relayed(2, version, 10 if version else 1000, 2.0),
+            arrived(0, version, 0, 0.0),
+            arrived(1, version, 10 if version else 1000, 1.0 + version),
+            arrived(2, version, 10 if version else 1000, 2.0),
         ]
     figures = relay_figures(events)
     assert figures == RelayFigures(4, 0.2, 2.5, 2060 / 8000)
@@ -66,7 +50,7 @@ def test_where_nothing_could_be_left_out_whole_versions_travelled():
 
 
 def test_a_lone_root_has_nothing_to_say_of_the_wire():
-    figures = relay_figures([published(0, 0.1), relayed(0, 0, 0, 0.0)])
+    figures = relay_figures([published(0, 0.1), arrived(0, 0, 0, 0.0)])
     assert figures == RelayFigures(1, 0.1, None, None)
     assert relay_summary(figures) == "1 versions, the learner stood still 100.0 ms for one"
 

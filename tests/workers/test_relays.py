@@ -9,7 +9,6 @@ import psutil
 import pytest
 import torch
 
-from laminar_py.config.loading import parse_config
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.relay.publisher import Publisher
 from laminar_py.relay.subscriber import Subscriber
@@ -19,6 +18,7 @@ from laminar_py.runtime.cluster.errors import PartBugError, PartCrashedError, Re
 from laminar_py.runtime.cluster.placement import Needs, NodeSlot, Placement
 from laminar_py.runtime.workers import relays as relays_module
 from laminar_py.runtime.workers.relays import Relays
+from tests.builders import make_config
 from tests.runs.fake_cluster import FakeCluster, joined, wait_for_a_death
 from tests.workers.fakes import make_incarnation
 
@@ -42,8 +42,7 @@ def _quick_to_notice(monkeypatch):
 
 
 def make_relays(folder, placement):
-    settings = {"name": "t", "steps": 1, "data": {"train": "t"}, "reward": {"use": ["t.py:t"]}}
-    config = parse_config({**settings, "model": {"path": str(folder)}, "relay": {"shm": str(folder)}})
+    config = make_config(model={"path": str(folder)}, relay={"shm": str(folder)})
     ledger = SimpleNamespace(append=lambda event: None)
     return Relays(make_incarnation(config=config, run=RunFolder(folder), placement=placement, ledger=ledger))
 

@@ -11,7 +11,6 @@ import time
 import psutil
 import pytest
 
-from laminar_py.config.loading import parse_config
 from laminar_py.config.tracking import Opening
 from laminar_py.ledger.run_folder import RunFolder
 from laminar_py.observe.stats import Stats, Totals
@@ -21,7 +20,7 @@ from laminar_py.records.host import SystemClock
 from laminar_py.runtime.cluster.backend import nodes, open_cluster
 from laminar_py.runtime.cluster.placement import Needs, Placement
 from laminar_py.runtime.workers.trackers import TrackerKeeper, Trackers
-from tests.builders import make_evaluated
+from tests.builders import make_config, make_evaluated
 from tests.ledger.runs import begin, open_ledger
 from tests.telemetry.rows import make_row
 from tests.workers.fakes import make_incarnation
@@ -85,16 +84,7 @@ async def until_gone():
     assert left == []
 
 
-SMALL = parse_config(
-    {
-        "name": "small",
-        "steps": 3,
-        "model": {"path": "m"},
-        "data": {"train": "t"},
-        "reward": {"use": ["t.py:t"]},
-        "tracking": {"kinds": ["tensorboard"]},
-    }
-)
+SMALL = make_config(name="small", tracking={"kinds": ["tensorboard"]})
 
 
 async def until_read(run, *points):

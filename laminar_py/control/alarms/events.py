@@ -15,24 +15,7 @@ from laminar_py.control.alarms.data import (
 )
 from laminar_py.control.alarms.weights import WeightsCheck
 from laminar_py.ledger.trajectory import LiveTrajectory
-from laminar_py.records.events import (
-    AnyEvent,
-    Assigned,
-    Consumed,
-    Cut,
-    Dropped,
-    Evaluated,
-    Finished,
-    Issued,
-    Ready,
-    RolledBack,
-    Scored,
-    SettingChanged,
-    Stepped,
-    Undone,
-    VersionLoaded,
-    VersionPublished,
-)
+from laminar_py.records import events as e
 from laminar_py.records.proofs import Alarm
 from laminar_py.records.trajectory import Kind, Prompt
 
@@ -61,33 +44,33 @@ class EventChecks:
         staleness = StalenessCheck(None if config is None else config.staleness)
         lengths = LengthCheck(has_environment=config is None or config.environment is not None)
         coverage, evaluation = CoverageCheck(task_of), EvaluationCheck(prompt_of, problems or {})
-        of_lengths: Routes = {Cut: (lengths.was_cut,), Finished: (lengths.finished,)}
+        of_lengths: Routes = {e.Cut: (lengths.was_cut,), e.Finished: (lengths.finished,)}
         self._training: Routes = {
             **of_lengths,
-            Issued: (self.batches.opened,),
-            Undone: (self.batches.opened,),
-            Assigned: (evaluation.trained,),
-            Scored: (self.rewards.scored,),
-            Ready: (advantages.ready,),
-            Consumed: (self.batches.consumed, advantages.ended, staleness.consumed, coverage.consumed),
-            Dropped: (self.batches.dropped, advantages.ended, coverage.dropped),
+            e.Issued: (self.batches.opened,),
+            e.Undone: (self.batches.opened,),
+            e.Assigned: (evaluation.trained,),
+            e.Scored: (self.rewards.scored,),
+            e.Ready: (advantages.ready,),
+            e.Consumed: (self.batches.consumed, advantages.ended, staleness.consumed, coverage.consumed),
+            e.Dropped: (self.batches.dropped, advantages.ended, coverage.dropped),
         }
         self._evaluating: Routes = {
             **of_lengths,
-            Assigned: (evaluation.assigned,),
-            Consumed: (evaluation.consumed,),
-            Dropped: (evaluation.dropped,),
+            e.Assigned: (evaluation.assigned,),
+            e.Consumed: (evaluation.consumed,),
+            e.Dropped: (evaluation.dropped,),
         }
         self._of_run: Routes = {
-            Evaluated: (evaluation.evaluated,),
-            Stepped: (weights.stepped, self.batches.stepped),
-            RolledBack: (weights.rolled_back,),
-            SettingChanged: (staleness.changed,),
-            VersionPublished: (weights.published,),
-            VersionLoaded: (weights.loaded,),
+            e.Evaluated: (evaluation.evaluated,),
+            e.Stepped: (weights.stepped, self.batches.stepped),
+            e.RolledBack: (weights.rolled_back,),
+            e.SettingChanged: (staleness.changed,),
+            e.VersionPublished: (weights.published,),
+            e.VersionLoaded: (weights.loaded,),
         }
 
-    def observe(self, event: AnyEvent, row: LiveTrajectory | None) -> Sequence[Alarm]:
+    def observe(self, event: e.AnyEvent, row: LiveTrajectory | None) -> Sequence[Alarm]:
         """Take an event in the order of the log, with the row that it changed; return its alarms."""
         routes = self._of_run if row is None else self._training if row.kind is Kind.TRAIN else self._evaluating
         if (observers := routes.get(type(event))) is None:

@@ -22,18 +22,7 @@ from laminar_py.records.codec import encode
 from laminar_py.records.engine import PauseMode
 from laminar_py.records.replica import ReplicaReport, Survey
 from laminar_py.relay.sockets import MAX_FRAME_BYTES, PeerServer, read_record
-from laminar_py.runtime.link.messages import (
-    MOST_LABEL,
-    CallOff,
-    Command,
-    CommandFrame,
-    Expect,
-    Hold,
-    Look,
-    Reply,
-    ReportFrame,
-    Unhold,
-)
+from laminar_py.runtime.link import messages as m
 
 CHECK_S = 0.5  # at most, between two checks for silent connections and for commands to resend
 MOST_BEHIND_S = 5.0  # longest delay of a check while more frames wait
@@ -61,10 +50,10 @@ class ReplicaConnection:
         self._waiting_since_s: float | None = None  # since when sent commands wait; None if none does
         self._unacknowledged: deque[tuple[int, bytes]] = deque()  # commands with their numbers
         self._ids = count()
-        self._requests: dict[int, asyncio.Future[Reply | None]] = {}
+        self._requests: dict[int, asyncio.Future[m.Reply | None]] = {}
         self._closed = False
 
-    def send_command(self, command: Command) -> None:
+    def send_command(self, command: m.Command) -> None:
         """Send a command at the end of this event loop turn, or once the replica is connected.
 
         A command to a closed connection is dropped.
@@ -79,7 +68,7 @@ class ReplicaConnection:
 
     async def request_survey(self, *, within_s: float | None = None) -> Survey | None:
         """Return a survey of the replica's trajectories; None if the process ends or `within_s` (seconds) pass."""
-        reply = await self._request(Look(next(self._ids)), within_s)
+        reply = await self._request(m.Look(next(self._ids)), within_s)
         return None if reply is None else reply.survey
 
     async def expect(self, version: int, trajectory_ids: Sequence[str], *, within_s: float | None = None) -> bool:
@@ -87,18 +76,18 @@ class ReplicaConnection:
 
         Without an answer in `within_s` seconds, send a `CallOff` of the trajectories, and return False.
         """
-        reply = await self._request(Expect(next(self._ids), version, list(trajectory_ids)), within_s)
+        reply = await self._request(m.Expect(next(self._ids), version, list(trajectory_ids)), within_s)
         if reply is None:
-            self.send_command(CallOff(list(trajectory_ids)))
+            self.send_command(m.CallOff(list(trajectory_ids)))
         return reply is not None and reply.promised
 
     async def hold(self, mode: PauseMode) -> None:
         """Return once the replica computes nothing, or its process has ended."""
-        await self._request(Hold(next(self._ids), mode), None)
+        await self._request(m.Hold(next(self._ids), mode), None)
 
     async def unhold(self) -> None:
         """Return once the replica computes again, or its process has ended."""
-        await self._request(Unhold(next(self._ids)), None)
+        await self._request(m.Unhold(next(self._ids)), None)
 
     def lose(self, reason: str) -> None:
         """Set `lost` to the first reason; the owner of the connection awaits `lost`, and replaces the process."""
@@ -107,7 +96,7 @@ class ReplicaConnection:
 
     # ---- what the hub calls
 
-    def receive(self, frame: ReportFrame, now: float) -> bool:
+    def receive(self, frame: m.ReportFrame, now: float) -> bool:
         """Note a frame's arrival and acknowledgements; return True if its report is the next in order."""
         self.last_frame_s = now
         received = min(frame.commands_received, self._newest)
@@ -122,7 +111,7 @@ class ReplicaConnection:
         self._last_arrived = frame.number
         return True
 
-    def acknowledge(self, frame: ReportFrame) -> None:
+    def acknowledge(self, frame: m.ReportFrame) -> None:
         """Send an acknowledgement of a processed report, and pass its answers to the waiting callers."""
         self.reports_received = frame.number
         for answer in frame.answers:
@@ -136,26 +125,26 @@ class ReplicaConnection:
         """Return True if sent commands wait for an acknowledgement for more than `RESEND_S`."""
         return self._waiting_since_s is not None and now > self._waiting_since_s + RESEND_S
 
-    def next_frames(self, now: float) -> list[CommandFrame]:
+    def next_frames(self, now: float) -> list[m.CommandFrame]:
         """Return frames with all unsent commands, and count the commands as sent. Overdue commands are unsent.
 
         A frame has about `FRAME_BYTES`. Each frame acknowledges the reports; the last may have no command.
         """
         if self.is_overdue(now):
             self.mark_unsent()
-        frames, batch, size = list[CommandFrame](), list[msgspec.Raw](), 0
+        frames, batch, size = list[m.CommandFrame](), list[msgspec.Raw](), 0
         for number, command in self._unacknowledged:
             if number <= self._last_sent:
                 continue
             if batch and size + len(command) > FRAME_BYTES:
-                frames.append(CommandFrame(self.reports_received, number - len(batch), tuple(batch)))
+                frames.append(m.CommandFrame(self.reports_received, number - len(batch), tuple(batch)))
                 batch, size = [], 0
             batch.append(msgspec.Raw(command))
             size += len(command)
         if batch and self._waiting_since_s is None:
             self._waiting_since_s = now
         self._last_sent = self._newest
-        return [*frames, CommandFrame(self.reports_received, self._newest + 1 - len(batch), tuple(batch))]
+        return [*frames, m.CommandFrame(self.reports_received, self._newest + 1 - len(batch), tuple(batch))]
 
     def mark_unsent(self) -> None:
         """Have `next_frames` return all unacknowledged commands again, since their frames may be lost."""
@@ -171,11 +160,13 @@ class ReplicaConnection:
         self._requests.clear()
         self._unacknowledged.clear()
 
-    async def _request(self, question: Look | Expect | Hold | Unhold, within_s: float | None) -> Reply | None:
+    async def _request(
+        self, question: m.Look | m.Expect | m.Hold | m.Unhold, within_s: float | None
+    ) -> m.Reply | None:
         """Send a question and return the answer; None if the connection closes or `within_s` (seconds) pass."""
         if self._closed:
             return None
-        answer: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[m.Reply | None] = asyncio.get_running_loop().create_future()
         self._requests[question.id] = answer
         self.send_command(question)
         try:
@@ -218,7 +209,9 @@ class ReplicaHub:
 
     def open(self, label: str, replica: int) -> ReplicaConnection:
         """Return a connection for a process of `replica` that is about to start; every process has a new label."""
-        assert 0 < len(label.encode()) <= MOST_LABEL, f"label {label!r}: longer than {MOST_LABEL} bytes, or empty"
+        assert 0 < len(label.encode()) <= m.MOST_LABEL, (
+            f"label {label!r}: longer than {m.MOST_LABEL} bytes, or empty"
+        )
         connection = ReplicaConnection(self, label, replica)
         self._connections[label.encode()] = connection
         return connection
@@ -265,10 +258,10 @@ class ReplicaHub:
 
     async def _receive(self) -> None:
         """Receive at most `MOST_FRAMES` frames; pass new reports to `on_reports`, then acknowledge them."""
-        frames: list[tuple[ReplicaConnection, ReportFrame]] = []
+        frames: list[tuple[ReplicaConnection, m.ReportFrame]] = []
         now = self._loop.time()
         for sender, data in self._server.drain(MOST_FRAMES):
-            connection, frame = self._connections.get(sender), read_record(ReportFrame, data, sender)
+            connection, frame = self._connections.get(sender), read_record(m.ReportFrame, data, sender)
             if connection is not None and frame is not None and connection.receive(frame, now):
                 frames.append((connection, frame))
         async with self._processing:

@@ -13,22 +13,7 @@ from laminar_py.records.codec import decode, encode
 from laminar_py.records.replica import ReplicaReport
 from laminar_py.relay.sockets import PeerClient, read_record
 from laminar_py.rollout.replica import Replica
-from laminar_py.runtime.link.messages import (
-    Abort,
-    CallOff,
-    Command,
-    CommandFrame,
-    Expect,
-    Follow,
-    GiveUp,
-    Hold,
-    Look,
-    Reply,
-    ReportFrame,
-    Stop,
-    Submit,
-    Unhold,
-)
+from laminar_py.runtime.link import messages as m
 
 UNSENT_S = 0.05  # before the first retry of a frame that the socket did not take
 RESEND_S = 1.0  # before a report without an acknowledgement is first sent again
@@ -52,7 +37,7 @@ class ReplicaLink:
         self._reports_received = 0
         self._commands_received = 0
         self._acknowledged_event = asyncio.Event()
-        self._answers: list[Reply] = []
+        self._answers: list[m.Reply] = []
 
     async def run(self) -> None:
         """Send reports and start commands until cancelled; then close the connection.
@@ -79,13 +64,13 @@ class ReplicaLink:
             self._report_number += 1
             await self._send_report(report, tuple(answers))
 
-    async def _send_report(self, report: ReplicaReport, answers: tuple[Reply, ...]) -> None:
+    async def _send_report(self, report: ReplicaReport, answers: tuple[m.Reply, ...]) -> None:
         """Send a report, after ever longer waits, until acknowledged; each frame acknowledges all commands."""
         unsent_s, wait_s = UNSENT_S, RESEND_S
         while self._reports_received < self._report_number:
             self._acknowledged_event.clear()
             number, received = self._report_number, self._commands_received
-            frame = ReportFrame(number=number, commands_received=received, report=report, answers=answers)
+            frame = m.ReportFrame(number=number, commands_received=received, report=report, answers=answers)
             if self._peer.send(encode(frame)):
                 await self._wait_acknowledged(wait_s)
                 wait_s = min(max(RESEND_S, self._quiet_s), 2 * wait_s)
@@ -102,7 +87,7 @@ class ReplicaLink:
     async def _listen(self, tasks: asyncio.TaskGroup) -> None:
         """Receive acknowledgements and commands until cancelled; start each command once, in order."""
         while True:
-            frame = read_record(CommandFrame, await self._peer.receive(), "the controller")
+            frame = read_record(m.CommandFrame, await self._peer.receive(), "the controller")
             if frame is None:
                 continue
             self._reports_received = max(self._reports_received, frame.reports_received)
@@ -111,46 +96,46 @@ class ReplicaLink:
             for number, data in enumerate(frame.commands, frame.first):
                 if number == self._commands_received + 1:
                     self._commands_received = number
-                    await self._start_command(decode(Command, data), tasks)  # type: ignore[arg-type]
+                    await self._start_command(decode(m.Command, data), tasks)  # type: ignore[arg-type]
 
-    async def _start_command(self, command: Command, tasks: asyncio.TaskGroup) -> None:
+    async def _start_command(self, command: m.Command, tasks: asyncio.TaskGroup) -> None:
         """Start a command; a command that waits for the engine may still run when the next command starts."""
         replica = self._replica
         waits: Coroutine[object, object, None] | None = None
         match command:
-            case Submit(assignments):
+            case m.Submit(assignments):
                 replica.start_assignments(assignments)
-            case CallOff(names):
+            case m.CallOff(names):
                 replica.call_off(names)
-            case Follow(relay):
+            case m.Follow(relay):
                 self._attach(relay)
-            case Expect(id, version, trajectory_ids):
-                self._answer(Reply(id, promised=replica.expect(version, trajectory_ids)))
-            case Abort(trajectory_ids):
+            case m.Expect(id, version, trajectory_ids):
+                self._answer(m.Reply(id, promised=replica.expect(version, trajectory_ids)))
+            case m.Abort(trajectory_ids):
                 waits = replica.abort(trajectory_ids)
-            case GiveUp(trajectory_ids):
+            case m.GiveUp(trajectory_ids):
                 waits = replica.give_up(trajectory_ids)
-            case Stop(evaluations):
+            case m.Stop(evaluations):
                 waits = replica.stop(evaluations=evaluations)
-            case Look(id):
+            case m.Look(id):
                 waits = self._survey(id)
-            case Hold(id, mode):
+            case m.Hold(id, mode):
                 waits = self._done(id, replica.hold(mode))
-            case Unhold(id):
+            case m.Unhold(id):
                 waits = self._done(id, replica.unhold())
         if waits is not None:
             tasks.create_task(waits)
             await asyncio.sleep(0)  # the task starts before the next command
 
     async def _survey(self, id: int) -> None:
-        self._answer(Reply(id, survey=await self._replica.survey()))
+        self._answer(m.Reply(id, survey=await self._replica.survey()))
 
     async def _done(self, id: int, work: Coroutine[object, object, None]) -> None:
         """Answer once `work` is done."""
         await work
-        self._answer(Reply(id))
+        self._answer(m.Reply(id))
 
-    def _answer(self, answer: Reply) -> None:
+    def _answer(self, answer: m.Reply) -> None:
         """Put an answer into the next report, and have that report leave at once."""
         self._answers.append(answer)
         self._replica.report_soon()

@@ -65,7 +65,7 @@ from laminar_py.runtime.link.hub import ReplicaConnection
 from laminar_py.runtime.link.messages import Abort, CallOff
 from laminar_py.runtime.orchestrator.alarms import Alarms
 from laminar_py.runtime.orchestrator.evaluator import EvalPoint, Evaluator
-from laminar_py.runtime.orchestrator.progress import Progress, named_if_slow
+from laminar_py.runtime.orchestrator.progress import RunProgress, named_if_slow
 from laminar_py.runtime.orchestrator.requests import SettingRequests
 from laminar_py.runtime.orchestrator.resume import describe_surplus, is_over, record_overrides
 from laminar_py.runtime.orchestrator.scoring import Scoring
@@ -251,7 +251,7 @@ class Controller:
             on_reports=self._reports.hand_over,
         )
         self._replicas.check, self._scoring = self._alarms.reported, self._make_scoring()
-        self._progress = Progress(incarnation, view=view, scheduler=scheduler, scoring=self._scoring)
+        self._progress = RunProgress(incarnation, view=view, scheduler=scheduler, scoring=self._scoring)
         self._evaluator = self._make_evaluator()
         self._learning = self._make_learning() if source is None else None
 

@@ -33,7 +33,7 @@ def named_if_slow(phase: str, show: Callable[[str], object]) -> Iterator[None]:
         timer.cancel()
 
 
-class Progress:
+class RunProgress:
     """Shows in `view` what a run does."""
 
     def __init__(

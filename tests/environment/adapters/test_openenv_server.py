@@ -131,8 +131,7 @@ def test_a_run_trains_on_what_a_server_says(tmp_path):
         with TrainProcess(
             tmp_path, *settings(tmp_path, steps=2), f"environment={{{given}, max_turns: 4}}"
         ) as train:
-            code, output = train.finish()
-    assert code == 0, output
+            train.end_with(0)
     assert not verify(train.run)
     with reading(train.run) as ledger:
         rows = ledger.execute("SELECT spans, reward FROM trajectory WHERE status = 'consumed'").fetchall()

@@ -178,8 +178,7 @@ def test_a_run_trains_on_the_tokens_that_verifiers_has_recorded(tmp_path):
     environment = f"command: {json.dumps(command)}, timeout_s: 200"
     small = ("rollout.prompts_per_step=2", "rollout.batch_per_replica=8", "eval.sets={}")
     with TrainProcess(tmp_path, *settings(tmp_path, environment=environment, steps=1), *small) as train:
-        code, output = train.finish()
-    assert code == 0, output
+        train.end_with(0)
     assert not verify(train.run)
     export(train.run, tmp_path / "trained.jsonl", responses=True)
     lines = [json.loads(line) for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
