@@ -118,7 +118,7 @@ def _cheaper_turns(config: RunConfig) -> Iterator[Remedy]:
     if config.lease_cache is LeaseCache.RELEASE and config.learner.lora is None:
         why = "no response computes its cache again; `laminar doctor` says if both fit"
         yield Remedy("cluster.lease.cache", "release -> keep", why)
-    if lease.switch is LeaseSwitch.READY:
+    if lease.switch is LeaseSwitch.READY and config.schedule is Schedule.ASYNC:
         yield Remedy("cluster.lease.switch", "ready -> tail", "fewer turns, with older data")
 
 

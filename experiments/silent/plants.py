@@ -151,8 +151,8 @@ def sample_sharper(module: ModuleType, factor: float) -> None:
     """Sample from logits times a factor, and record the log-probabilities of those without it."""
     draw = module.Sampler.draw
 
-    def other(self, logits, uniform, *, recorded):
-        drawn = draw(self, logits * factor, uniform, recorded=recorded)
+    def other(self, logits, uniform, **options):
+        drawn = draw(self, logits * factor, uniform, **options)
         return replace(drawn, logprobs=logits.log_softmax(-1).gather(1, drawn.ids.long()[:, None])[:, 0])
 
     module.Sampler.draw = other
@@ -175,9 +175,9 @@ def _(module: ModuleType) -> None:
 def _(module: ModuleType) -> None:
     draw = module.Sampler.draw
 
-    def cut(self, logits, uniform, *, recorded):
+    def cut(self, logits, uniform, **options):
         least = logits.topk(min(5, logits.shape[-1])).values[:, -1:]
-        return draw(self, logits.masked_fill(logits < least, -1e9), uniform, recorded=recorded)
+        return draw(self, logits.masked_fill(logits < least, -1e9), uniform, **options)
 
     module.Sampler.draw = cut
 

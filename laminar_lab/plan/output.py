@@ -17,6 +17,7 @@ from laminar_py.config.rollout import Schedule
 from laminar_py.records.host import counted
 
 # decoding with block fp8 over bf16 by sequences, a 7B on one H100: tables of aiconfigurator 0.12.0 (SGLang 0.5.14)
+FP8_GPUS, FP8_MODELS = ("H100", "H200"), ("qwen2", "qwen3")
 FP8_BATCHES, FP8_SPEED = (1, 16, 64), (1.41, 1.40, 1.24)
 
 
@@ -146,7 +147,7 @@ def describe_plan(plan: RankedPlan) -> Iterator[str]:
     )
     if len(plan.ranked) > 1:
         yield _second(best, plan.ranked[1])
-    yield with_fp8(best)
+    yield from with_fp8(plan)
     if best.judgement is None:
         yield f"{plan.considered} placements fit; these are ranked by formula alone"
         return
@@ -161,12 +162,22 @@ def describe_plan(plan: RankedPlan) -> Iterator[str]:
     )
 
 
-def with_fp8(best: Ranked) -> str:
-    """Describe the placement with weights rounded to fp8, by formula and published speeds of decoding."""
+def with_fp8(plan: RankedPlan) -> Iterator[str]:
+    """Describe the first choice with weights rounded to fp8, by formula and published speeds of decoding.
+
+    Nothing where a run refuses to round, or where the published speeds do not hold.
+    """
+    request, best = plan.request, plan.best
+    if (
+        request.learner.lora
+        or request.shape.model_type not in FP8_MODELS
+        or request.fleet.gpu.name not in FP8_GPUS
+    ):
+        return
     batch = min(best.placement.max_batch, best.placement.batch_per_replica)
     factor = float(np.interp(math.log(batch), np.log(FP8_BATCHES), FP8_SPEED))
     faster = replace(best.estimate, times=best.estimate.times.faster(StepStage.GENERATION, factor))
-    return (
+    yield (
         f"with rollout.engine.quantization=fp8 by formula {faster.tokens_per_s:,.0f} tokens/s in place of"
         f" {best.estimate.tokens_per_s:,.0f}: published tables have decoding {factor:.2f} times as fast for a 7B"
         f" on H100 at {counted(batch, 'sequence')}; not measured"

@@ -259,7 +259,8 @@ def _describe_drafts(step: MeanStep) -> str:
         sizes = ", ".join(f"{speedup:.2f} x with {size}" for size, speedup in step.speedups.items())
         words = f"{words}; engines are faster by {sizes} sequences at a time"
     useless = "useless here: set rollout.engine.speculation=none"
-    return f"{words}; {useless}" if share < FEW_ACCEPTED else words
+    gains = max(step.speedups.values(), default=0.0) > 1
+    return f"{words}; {useless}" if share < FEW_ACCEPTED and not gains else words
 
 
 def _describe_bound(max_staleness: int | None, *, idle: float, step: MeanStep) -> str:

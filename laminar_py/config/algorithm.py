@@ -301,12 +301,12 @@ class AlgorithmConfig(Section):
         return not by_token or masks or chains or ALGORITHMS.get(self.name).objective is not None
 
     def corrected(self) -> Self:
-        """Return the settings for engines that round their weights: with a correction, unless they say none.
+        """Return the settings for engines that round their weights: with a correction in place of none.
 
         TIS where a proximal policy is computed, else the mask of responses. `balance` needs no correction. Raises
         `ConfigError` if the bounds of the mask are no range.
         """
-        if "correction" in self.model_fields_set or self.objective is Objective.BALANCE:
+        if self.correction is not Correction.NONE or self.objective is Objective.BALANCE:
             return self
         weighs = self.proximal is not Proximal.BEHAVIOUR
         changed = self.model_copy(update={"correction": Correction.TIS if weighs else Correction.SEQUENCE_MASK})

@@ -76,7 +76,8 @@ class EngineConfig(Section):
     """`fp8`: round the matrices of all layers to e4m3 at each load, which then is a whole one. `local` emulates it
     with a scale for each block of 128 x 128, and computes in the model's type. `sglang`: the server's own scales
     and kernels, for Qwen2 and Qwen3 in bf16 on CUDA; not measured. `fp8_kv`: the KV cache, too, `sglang` alone.
-    The loss then corrects the mismatch (`algorithm.correction`), and `max_mismatch` bounds it."""
+    The loss then corrects the mismatch: `algorithm.correction` of `none` becomes `tis` with a `proximal` policy
+    that is computed, else `sequence_mask`. `max_mismatch` bounds the mismatch. `laminar eval` does not round."""
     max_mismatch: Annotated[float, Field(gt=0)] | None = None
     """With `quantization`: where the log-probabilities that engines and learner give a step's fresh tokens differ
     by more nats in the mean, the run says so in one line, and its replicas start again without quantisation, for

@@ -32,6 +32,13 @@ class EarlierResponses:
         while self._num_kept > MOST_KEPT:
             self._num_kept -= len(self._by_prompt.popitem(last=False)[1])
 
+    def lost(self, replica: int) -> None:
+        """Note that a replica's process ended, so that its successor gets these responses like any other."""
+        for kept in self._by_prompt.values():
+            for place, (owner, response) in enumerate(kept):
+                if owner == replica:
+                    kept[place] = (None, response)
+
     def for_replica(self, replica: int, prompt: str) -> tuple[EarlierResponse, ...]:
         """Return the responses to a prompt by its id that other replicas finished, the oldest first."""
         return tuple(response for owner, response in self._by_prompt.get(prompt, ()) if owner != replica)

@@ -207,6 +207,7 @@ class Incoming:
     async def on_replica_lost(self, replica: int, salvaged: Iterable[Salvaged] = ()) -> None:
         """Append `salvaged` tokens to a crashed replica's trajectories, and queue these for other replicas."""
         self._state.moves.forget(replica)
+        self._state.earlier.lost(replica)
         salvaged_by_id = {item.trajectory_id: item for item in salvaged}
         for trajectory_id in sorted(self._state.views.forget(replica)):
             trajectory = self._state.live.get(trajectory_id)

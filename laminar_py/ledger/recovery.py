@@ -76,6 +76,7 @@ class Recovered:
     consumed: tuple[ConsumedGroup, ...] = ()  # the last groups that may be replayed, in order of consumption
     frozen: tuple[FrozenLoaded, ...] = ()  # frozen models that ran beside the learner, in order
     unquantized: bool = False  # engines went back to weights as published
+    overrides: tuple[str, ...] = ()  # settings that earlier resumes changed
 
 
 def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: True, kept: int = 0) -> Recovered:
@@ -110,6 +111,7 @@ def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: Tru
             consumed=tuple(_consumed(connection, step, kept)) if kept else (),
             frozen=tuple(read_events(connection, FrozenLoaded)),
             unquantized=any(True for _ in read_events(connection, Unquantized)),
+            overrides=tuple(one for start in read_events(connection, RunStarted) for one in start.overrides),
         )
 
 

@@ -62,7 +62,7 @@ def read_rows(path: Path, kind: type[Row]) -> Iterator[Row]:
     with path.open("rb") as file:
         for place, line in enumerate(file, 1):
             try:
-                yield msgspec.convert(_with_nan(msgspec.json.decode(line)), kind, str_keys=True)
+                yield _decode_row(line, kind)
             except msgspec.ValidationError as error:
                 raise ConfigError(f"{path}: line {place}: {error}; use the release that wrote it") from error
             except (msgspec.DecodeError, UnicodeDecodeError):
@@ -73,7 +73,7 @@ def read_last(path: Path, kind: type[Row]) -> Row | None:
     """Return the last complete row without reading the others; None without any."""
     for line in reversed(read_tail(path)):
         with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError):
-            return msgspec.convert(_with_nan(msgspec.json.decode(line)), kind)
+            return _decode_row(line, kind)
     return None
 
 
@@ -87,6 +87,10 @@ def read_tail(path: Path) -> list[bytes]:
     except FileNotFoundError:
         return []
     return lines[1:] if size > TAIL_BYTES else lines
+
+
+def _decode_row(line: bytes, kind: type[Row]) -> Row:
+    return msgspec.convert(_with_nan(msgspec.json.decode(line)), kind, str_keys=True)
 
 
 def _with_nan(value: object) -> object:

@@ -166,6 +166,8 @@ def _subject(event: e.AnyEvent) -> str:
             return f"replica-{event.replica}"
         case e.Relayed() | e.Pulled() | e.RelayGaveUp() | e.Reattached():
             return event.node
+        case e.FrozenLoaded():
+            return event.source
         case e.PartStarted() | e.PartCrashed():
             return event.part
         case e.VersionPublished() | e.Evaluated():

@@ -79,6 +79,9 @@ class Unquantized(Event, frozen=True, kw_only=True):
     """Engines that round weights (`rollout.engine.quantization`) differed from the learner by more than
     `rollout.engine.max_mismatch`, so all replicas start again and serve the weights as published.
 
+    A response under way continues under the version that it has, whose tokens so far were of rounded weights; each
+    token keeps the log-probability with which it was drawn.
+
     E.g. `Unquantized(step=12, mismatch=0.31, where="fresh tokens of step 12")`.
     """
 

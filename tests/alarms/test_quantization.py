@@ -38,11 +38,11 @@ def test_beyond_the_bound_the_gate_closes_once_and_newer_versions_are_compared_e
     assert not go_on(story, gate, noise=1.5), "the gate answers a mismatch, not an alarm"
     assert gate.closes(story.check.largest_mean, of_probes=True)
     assert not gate.closes(9.0)
-    gate.loaded(1, rounded=True)  # a late report of a replica that has ended
+    assert not gate.compares(1), "a replica that has ended may have rounded a version on its way"
     for _ in range(2):
+        assert not go_on(story, gate, noise=1e-6), "old answers take no part"
         assert not any(gate.compares(version) for version in (0, 1))
         assert gate.compares(2)
-        assert not go_on(story, gate, noise=1e-6), "old answers take no part"
     assert go_on(story, gate, noise=0.05)[0].check == "probes"
 
 

@@ -46,6 +46,16 @@ def test_the_newest_of_a_prompt_are_kept_and_the_prompts_that_finished_last(monk
     assert [len(kept.for_replica(1, name)) for name in ("p0", "p1", "new")] == [0, MOST_SENT, 2]
 
 
+def test_a_replica_that_starts_again_gets_what_it_finished_before():
+    kept = EarlierResponses()
+    for replica in range(2):
+        prompt = SimpleNamespace(id="p0")
+        kept.add(SimpleNamespace(id=f"r{replica}", prompt=prompt, last_version=3, tokens=(), replica=replica))
+    assert [one.trajectory_id for one in kept.for_replica(0, "p0")] == ["r1"]
+    kept.lost(0)
+    assert [one.trajectory_id for one in kept.for_replica(0, "p0")] == ["r0", "r1"]
+
+
 @pytest.mark.parametrize(("setting", "sends"), [("none", False), ("ngram", True)])
 def test_references_are_sent_where_engines_draft(setting, sends):
     config = load_config(CONFIG, [f"rollout.engine.speculation={setting}"])

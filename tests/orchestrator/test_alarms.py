@@ -19,6 +19,7 @@ def make_alarms(*settings, recovered=None):
     events, ends = [], []
     incarnation = make_incarnation(
         config=config,
+        overrides=(),
         inputs=SimpleNamespace(sets={}),
         ledger=SimpleNamespace(append=events.append, observe=None),
     )
@@ -43,7 +44,11 @@ def test_a_frozen_model_that_changes_is_named_and_ends_the_run(source):
 @pytest.mark.parametrize(("teacher", "is_named"), [("old", True), ("new", False)])
 def test_a_teacher_that_changed_between_two_starts_is_named_unless_the_config_names_another(teacher, is_named):
     recovered = SimpleNamespace(
-        frozen=(FrozenLoaded("teacher", "old", "one"),), live=(), rewards=(math.inf, -math.inf)
+        frozen=(FrozenLoaded("teacher", "old", "one"),),
+        live=(),
+        rewards=(math.inf, -math.inf),
+        unquantized=False,
+        overrides=(),
     )
     settings = ("algorithm.name=distill", f"algorithm.teacher={teacher}")
     alarms, events, ends = make_alarms(*settings, recovered=recovered)

@@ -25,19 +25,11 @@ class QuantizationGate:
     def __init__(self, *, bound: float, quantizes: bool, rounded_before: bool = False) -> None:
         self.quantizes = quantizes
         self._bound = bound
-        self._newest = -1  # version, published or loaded
         # last version whose tokens may be of rounded weights; None: the next published one
         self._last: int | None = None if rounded_before else -1
 
-    def loaded(self, version: int, *, rounded: bool) -> None:
-        """Note a version that a replica serves; the report of a `rounded` one may come late."""
-        self._newest = max(self._newest, version)
-        if rounded and not self.quantizes and self._last is not None:
-            self._last = max(self._last, version)
-
     def published(self, version: int) -> None:
         """Note a version of the learner."""
-        self._newest = max(self._newest, version)
         if self._last is None and not self.quantizes:
             self._last = version
 
@@ -55,7 +47,7 @@ class QuantizationGate:
         bound = max(self._bound, BOUND_PROBES) if of_probes else self._bound
         if not self.quantizes or not mismatch > bound:
             return False
-        self.quantizes, self._last = False, self._newest
+        self.quantizes, self._last = False, None  # a replica may have rounded a version on its way
         return True
 
     def went_back(self) -> None:

@@ -243,6 +243,8 @@ class ProbeCheck:
                     part,
                     f"its log-probabilities do not move with the versions, up to {answer.version}; {RESTART}",
                 )
+        if not self._compares(answer.version):  # its tokens are of the rounded model
+            return
         bets = expected.bets(answer.token)
         for who in (part, "all engines"):
             odds = self._odds[who] = np.maximum(self._odds.get(who, 0.0), 0.0) + bets

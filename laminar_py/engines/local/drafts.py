@@ -142,6 +142,7 @@ class DraftChoice:
     steps: int = 0  # since the last trial
     faster: int = FASTER  # steps until the next
     tries_drafts: bool = False  # in the trial under way
+    has_faster_drafts: bool = False  # at the last step
 
     @property
     def is_known(self) -> bool:
@@ -157,14 +158,17 @@ class DraftChoice:
         """Begin a step, and return True if it should draft."""
         if not self.is_known:
             return self.drafts.steps <= self.plain.steps
+        if self.has_faster_drafts is not (self.speedup > 1):
+            self.has_faster_drafts = not self.has_faster_drafts
+            self.steps, self.faster = 0, FASTER
         if self.steps == self.faster + TRIAL:
             is_close = CLEARLY < self.speedup < 1 / CLEARLY
             self.steps, self.faster = 0, FASTER if is_close else min(GROWTH * self.faster, MOST_FASTER)
         if self.steps == self.faster:
-            self.tries_drafts = self.speedup <= 1
+            self.tries_drafts = not self.has_faster_drafts
             (self.drafts if self.tries_drafts else self.plain).halve()
         self.steps += 1
-        return self.tries_drafts if self.steps > self.faster else self.speedup > 1
+        return self.tries_drafts if self.steps > self.faster else self.has_faster_drafts
 
 
 class StepTimes:
@@ -291,9 +295,13 @@ class Drafter:
 
     def take_earlier(self, request: GenerateRequest) -> None:
         """Keep the responses of other engines that a request brings, unless it has them."""
-        prompt = _digest(request.prompt_ids)
+        prompt = _digest(request.prompt_ids) if request.earlier else b""
         for text in request.earlier:  # copies, since ids from storage may be a part of more
             self._corpus.add_new(text.rid, prompt, text.ids.copy(), version=text.version)
+        for followed in self._followed.values() if request.earlier else ():  # siblings that began before
+            if followed.prompt == prompt and not followed.has_earlier:
+                followed.has_earlier = True
+                self._num_with_earlier += 1
 
     def drop_stale(self, version: int) -> None:
         """Drop finished responses that are too old beside `version`, which is served from now on."""

@@ -1,4 +1,4 @@
-"""Emulated fp8 of the embedded engine: weights rounded to e4m3 with a scale for each block, computed in fp32.
+"""Emulated fp8 of the embedded engine: weights rounded to e4m3 with a scale for each block, computed in its type.
 
 `weights._Folder` calls it for each matrix of a layer as the files have it: projections of attention, MLP and
 experts. Embedding, head, router and norms keep their type, as in fp8 checkpoints of SGLang. Activations and KV

@@ -13,6 +13,7 @@ from laminar_py.config.alarms import Reaction
 from laminar_py.config.cluster import Device
 from laminar_py.config.engine import EngineConfig
 from laminar_py.config.reward import RewardConfig
+from laminar_py.config.section import is_address
 from laminar_py.control.alarms.data import GroupCheck, score_alarms
 from laminar_py.control.alarms.events import EventChecks
 from laminar_py.control.alarms.learning import StepCheck, reference_alarm
@@ -31,6 +32,7 @@ from laminar_py.records.scoring import Score
 from laminar_py.runtime.workers.incarnation import Incarnation
 from laminar_py.runtime.workers.learner import LearnerKeeper
 
+BEYOND = 1e6  # nats; stands for an infinite mismatch on record
 log = logging.getLogger(__name__)
 
 
@@ -46,7 +48,8 @@ def make_gate(
     engine: EngineConfig, recovered: Recovered | None, overrides: Iterable[str], *, exact: bool
 ) -> QuantizationGate:
     """Make the gate of rounded weights, of which a resumed run may still have tokens."""
-    ended = recovered is not None and (recovered.unquantized or any("quantization" in one for one in overrides))
+    earlier = () if recovered is None else [*recovered.overrides, *overrides]
+    ended = recovered is not None and (recovered.unquantized or any("rollout.engine" in one for one in earlier))
     bound = engine.max_mismatch or (BOUND_EXACT if exact else BOUND_ROUNDED)
     return QuantizationGate(bound=bound, quantizes=engine.quantizes, rounded_before=ended)
 
@@ -90,7 +93,9 @@ class Alarms:
         self._fingerprints: dict[tuple[str, str], str] = {}  # the first of each frozen model
         self._weights = weights_by_name(config.reward)
         if recovered is not None:
-            self._fingerprints = {(one.source, one.model): one.fingerprint for one in recovered.frozen}
+            # a server may have moved its files, which are part of what it says of its model
+            of_folders = [one for one in recovered.frozen if not is_address(one.model)]
+            self._fingerprints = {(one.source, one.model): one.fingerprint for one in of_folders}
             self._events.batches.restore(recovered.live)
             self._events.rewards.restore(recovered.rewards)
         incarnation.ledger.observe = self._observe
@@ -122,8 +127,6 @@ class Alarms:
 
     def reported(self, report: ReplicaReport) -> None:
         """Check the answers to probes in a replica's report."""
-        for load in report.loads:
-            self._gate.loaded(load.version, rounded=load.quantized)
         if report.probes:
             answered = (self._probes.answered(report.replica, answer) for answer in report.probes)
             self._take_probes(chain.from_iterable(answered))
@@ -139,7 +142,7 @@ class Alarms:
         """Compare a mean difference in nats with the bound of rounded weights; return whether it is beyond."""
         if not self._gate.closes(mismatch, of_probes=of_probes):
             return False
-        event = Unquantized(step=self.step, mismatch=mismatch, where=where)
+        event = Unquantized(step=self.step, mismatch=min(mismatch, BEYOND), where=where)
         line = f"step {self.step}: {event.describe()}; rollout.engine.max_mismatch bounds it"
         log.warning("%s", line)
         self.show_line(line)

@@ -301,6 +301,7 @@ class Controller:
             dispatch_loop=self._dispatch_loop,
             alarms=self._alarms,
         )
+        self._alarms.unquantize = requests.unquantize
         trainer = Trainer(
             incarnation,
             scheduler=scheduler,

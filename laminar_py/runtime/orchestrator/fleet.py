@@ -75,7 +75,7 @@ class ElasticFleet:
         self._settings.adopt(config)
         self._scoring.grow(max_scored(config, self._incarnation.inputs))
         await self._plan()
-        self._replicas.join(config)
+        self._replicas.join(self._settings.config)  # others may have changed meanwhile
         await self._incarnation.ledger.commit()
         placed = sum(self._placement.plan.replicas[index] is not None for index in self._members)
         rest = "" if placed == wanted else ", the others wait for a node that has room"

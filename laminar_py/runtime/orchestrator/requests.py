@@ -44,7 +44,7 @@ class SettingRequests:
     ) -> None:
         self._run, self._inputs, self._ledger = incarnation.run.path, incarnation.inputs, incarnation.ledger
         self._scoring, self._dispatch_loop, self._alarms = scoring, dispatch_loop, alarms
-        self._replicas, alarms.unquantize = replicas, self.unquantize
+        self._replicas = replicas
         self._settings = LiveSettings(
             incarnation.config,
             scheduler=scheduler,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from laminar_py.config.changes import unquantized
 from laminar_py.config.cluster import Device
 from laminar_py.config.loading import dump_config, load_config, parse_config
 from laminar_py.config.rollout import NO_PLANNER
@@ -129,7 +130,7 @@ def _is_model(source: Path) -> bool:
 def _of_model(config: RunConfig, model: Path) -> RunConfig:
     tree = config.model_dump(mode="json")
     tree["model"] |= {"path": str(model), "from_scratch": False}
-    return parse_config(tree)
+    return unquantized(parse_config(tree))  # no learner would compare rounded weights
 
 
 def find_open(settings: RunConfig, source: Path) -> RunFolder:

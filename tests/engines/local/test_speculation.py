@@ -268,6 +268,17 @@ def choose(choice: DraftChoice, drafts_s: float, *, steps: int) -> int:
     return drafted
 
 
+def test_a_way_that_becomes_slower_is_tried_again_soon(monkeypatch):
+    monkeypatch.undo()
+    choice = DraftChoice()
+    choose(choice, 0.5, steps=2 * FIRST + sum(FASTER * GROWTH**place + TRIAL for place in range(3)))
+    while choice.advance() or not choice.has_faster_drafts:
+        choice.drafts.add(1, 4.0)
+        if not choice.speedup > 1:
+            break
+    assert choose(choice, 0.5, steps=FASTER + 4 * TRIAL) >= TRIAL
+
+
 @pytest.mark.parametrize(("drafts_s", "is_clear"), [(0.5, True), (0.9, False), (1.1, False), (2.0, True)])
 def test_the_slower_way_is_tried_now_and_then_and_seldom_if_it_loses_clearly(monkeypatch, drafts_s, is_clear):
     monkeypatch.undo()
