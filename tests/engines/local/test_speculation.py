@@ -1,7 +1,7 @@
 """Speculation draws the tokens that single steps draw, whatever interrupts it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -166,6 +166,8 @@ def scripts(draw: st.DrawFn) -> tuple[list[GenerateRequest], dict[int, Change]]:
 @settings(max_examples=examples(8), deadline=None, phases=[Phase.explicit, Phase.generate])
 def test_speculation_changes_no_token(versions, script, tight, masks):
     requests, changes = script
+    if tight:  # a full cache computes a request's older KV again, by the newest weights: another policy
+        changes |= {step: replace(one, mode=PauseMode.RETRACT) for step, one in changes.items() if one.mode}
     run = Run(make_scheduler(versions[0], drafts=True, kv_capacity=256 if tight else 4096, masks=masks))
     begun: list[Begun] = []
     due: list[Change] = []
