@@ -19,7 +19,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.ledger.database import SCHEMA_VERSION, LedgerError, reading
 from laminar_py.ledger.machine import undo
 from laminar_py.ledger.pieces import PieceRow, columns_of, piece_rows, spans_of, tokens_of
-from laminar_py.ledger.rows import decode_event, read_events, read_prompt
+from laminar_py.ledger.rows import decode_event, read_prompt
 from laminar_py.ledger.trajectory import LiveTrajectory, live_rows
 from laminar_py.records.ages import WeightAges
 from laminar_py.records.events import (
@@ -96,6 +96,7 @@ def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: Tru
             " (SELECT coalesce(max(prompt_index), -1) + 1 FROM trajectory WHERE kind = 'train'),"
             " (SELECT count(DISTINCT group_id) FROM trajectory WHERE kind = 'eval')"
         ).fetchone()
+        ages, told = _replay(connection, events)
         return Recovered(
             incarnation=incarnation,
             checkpoint=checkpoint,
@@ -104,14 +105,14 @@ def recover(run: Path, *, exists: Callable[[Checkpointed], bool] = lambda _: Tru
             next_prompt=next_prompt,
             next_evaluation=next_evaluation,
             next_sample=_next_samples(connection, {trajectory.group_id for trajectory in live}),
-            ages=_ages(connection, events),
+            ages=ages,
             refilled=_rewards_without_signal(connection),
             rewards=_reward_range(connection),
             eval_sampling=started.eval_sampling if (started := last_start(connection)) else {},
             consumed=tuple(_consumed(connection, step, kept)) if kept else (),
-            frozen=tuple(read_events(connection, FrozenLoaded)),
-            unquantized=any(True for _ in read_events(connection, Unquantized)),
-            overrides=tuple(one for start in read_events(connection, RunStarted) for one in start.overrides),
+            frozen=tuple(event for event in told if isinstance(event, FrozenLoaded)),
+            unquantized=any(isinstance(event, Unquantized) for event in told),
+            overrides=tuple(one for start in _starts(connection) for one in start.overrides),
         )
 
 
@@ -200,11 +201,16 @@ def issued_groups(run: Path) -> Iterator[tuple[str, int, str]]:
 
 def last_start(connection: sqlite3.Connection) -> RunStarted | None:
     """Return the event of a run's last start, None without one."""
-    bodies = connection.execute(
-        "SELECT body FROM incarnation CROSS JOIN event USING (seq) ORDER BY incarnation DESC LIMIT 1"
-    )
-    started = [decode_event(body) for (body,) in bodies]
-    return next((event for event in started if isinstance(event, RunStarted)), None)
+    return next(_starts(connection), None)
+
+
+def _starts(connection: sqlite3.Connection) -> Iterator[RunStarted]:
+    """Yield the events of a run's starts, the last first."""
+    query = "SELECT body FROM incarnation CROSS JOIN event USING (seq) ORDER BY incarnation DESC"
+    for (body,) in connection.execute(query):
+        event = decode_event(body)
+        assert isinstance(event, RunStarted), f"{body} is no start"
+        yield event
 
 
 def _rewards_without_signal(connection: sqlite3.Connection) -> tuple[float, ...]:
@@ -226,15 +232,23 @@ def _reward_range(connection: sqlite3.Connection) -> tuple[float, float]:
     return (math.inf, -math.inf) if worst is None else (worst, best)
 
 
-def _ages(connection: sqlite3.Connection, events: Iterable[AnyEvent]) -> WeightAges:
-    """Return the ages of all versions on record, after the further `events`."""
-    ages = WeightAges()
+def _replay(
+    connection: sqlite3.Connection, events: Iterable[AnyEvent]
+) -> tuple[WeightAges, list[FrozenLoaded | Unquantized]]:
+    """Return the ages of all versions on record, after the further `events`, and the events about models.
+
+    One scan of the log.
+    """
+    ages, told = WeightAges(), list[FrozenLoaded | Unquantized]()
     rows = connection.execute(
-        "SELECT body FROM event WHERE kind IN ('stepped', 'versionpublished', 'rolledback') ORDER BY seq"
+        "SELECT body FROM event WHERE kind IN"
+        " ('stepped', 'versionpublished', 'rolledback', 'frozenloaded', 'unquantized') ORDER BY seq"
     )
     for event in chain((decode_event(body) for (body,) in rows), events):
         ages.record_event(event)
-    return ages
+        if isinstance(event, FrozenLoaded | Unquantized):
+            told.append(event)
+    return ages, told
 
 
 def rollback_events(connection: sqlite3.Connection, step: int, reason: str) -> list[AnyEvent]:

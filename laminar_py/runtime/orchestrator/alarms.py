@@ -54,6 +54,14 @@ def make_gate(
     return QuantizationGate(bound=bound, quantizes=engine.quantizes, rounded_before=ended)
 
 
+def first_fingerprints(frozen: Iterable[FrozenLoaded]) -> dict[tuple[str, str], str]:
+    """Return the fingerprint of each frozen model by its source and folder.
+
+    Served models are left out: a server may have moved its files, whose path is a part of its fingerprint.
+    """
+    return {(one.source, one.model): one.fingerprint for one in frozen if not is_address(one.model)}
+
+
 class Alarms:
     """The checks of a run; `stop(line)` ends the run, and `show_line` prints a line at once."""
 
@@ -90,12 +98,9 @@ class Alarms:
         )
         algorithm = config.algorithm
         self._frozen = {Source.REFERENCE: algorithm.reference, Source.TEACHER: algorithm.teacher}
-        self._fingerprints: dict[tuple[str, str], str] = {}  # the first of each frozen model
+        self._fingerprints = {} if recovered is None else first_fingerprints(recovered.frozen)
         self._weights = weights_by_name(config.reward)
         if recovered is not None:
-            # a server may have moved its files, which are part of what it says of its model
-            of_folders = [one for one in recovered.frozen if not is_address(one.model)]
-            self._fingerprints = {(one.source, one.model): one.fingerprint for one in of_folders}
             self._events.batches.restore(recovered.live)
             self._events.rewards.restore(recovered.rewards)
         incarnation.ledger.observe = self._observe

@@ -105,7 +105,7 @@ class Trainer:
         stepped: Callable[[StepRow, StepBatch], None] = lambda row, batch: None,  # before the next batch is taken
         went_back: Callable[[], None] = lambda: None,  # to a checkpoint
     ) -> None:
-        self.step = 0
+        self.step = self._steps_made = 0  # of the run; by the learner, which makes none without trajectories
         self._check_step, self._stepped, self._went_back = check_step, stepped, went_back
         self._stop = stop
         self._config, self._run = incarnation.config, incarnation.run
@@ -128,7 +128,6 @@ class Trainer:
             max_refill=self._config.rollout.max_refill, record=self._ledger.append, end=stop.fail
         )
         self._num_skipped, self._saved_step = 0, -1  # steps without a finite gradient in a row; newest checkpoint
-        self._steps_made = 0  # by the learner: steps without trajectories need none
 
     @property
     def version(self) -> int:
