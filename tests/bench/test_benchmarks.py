@@ -45,6 +45,7 @@ def test_changes_of_twenty_versions_leave_a_whole_load_and_take_a_time_beside_it
     assert set(found.values()) == {None}, "without an environment with SGLang"
 
 
+@pytest.mark.slow
 def test_packed_sequences_have_a_speed_beside_both_paddings_and_shares_are_of_the_whole():
     found = figures(
         learner, learner.rows(repeats=1, sequences=64, seeds=2, model=TINY, rank_tokens=64, prefix_scale=8)

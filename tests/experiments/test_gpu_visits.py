@@ -50,6 +50,7 @@ def test_without_sglang_a_visit_that_needs_it_runs_nothing(tmp_path, number, cou
     assert [piece["status"] for piece in pieces] == ["not run"] * count
 
 
+@pytest.mark.slow
 def test_each_way_to_load_is_timed(tmp_path):
     found = visit(3, tmp_path / "3.json")
     assert list(found) == ["files_3GB", "files_15GB"]

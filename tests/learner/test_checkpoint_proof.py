@@ -231,6 +231,7 @@ def ranks_main(rank: int, model_folder: Path, folder: Path, offload: bool, plant
     leave_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("offload", "planted"), [(False, False), (True, False), (False, True)])
 def test_each_of_two_ranks_reads_its_own_shards_back(model_folder: Path, tmp_path: Path, offload, planted):
     run_ranks(ranks_main, model_folder, tmp_path, offload, planted, world_size=WORLD_SIZE)

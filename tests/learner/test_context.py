@@ -133,7 +133,10 @@ def make_models(folder, *, kv_heads):
 LAYOUTS = {"2": (2, 2), "2 x 2": (4, 2), "4": (4, 4)}  # ranks, and ranks that share a row
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name == "2" else pytest.mark.slow) for name in LAYOUTS],
+)
 def layout(request, models, wide, tmp_path_factory):
     """The models, and the folder in which ranks ran all cases."""
     world_size, context_parallel = LAYOUTS[request.param]

@@ -133,6 +133,7 @@ def alone(model_folder, mixture):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["2 x 2", "moe"])
 @pytest.mark.parametrize("kind", ["sharded", "whole", "offload"])
 def test_two_groups_of_two_ranks_reach_the_weights_of_one_process(layouts, alone, layout, kind):
@@ -161,6 +162,7 @@ def test_what_groups_publish_is_what_one_process_would_of_their_weights(layouts,
     assert (tmp_path / "digest").read_text() == (folder / "digest").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "shard_ranks"), [(1, None), (4, None), (4, 1)])
 def test_a_checkpoint_of_groups_loads_in_any_layout(layouts, model_folder, tmp_path, world_size, shard_ranks):
     checkpoint = layouts["2 x 2"] / "checkpoint"

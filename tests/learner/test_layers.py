@@ -30,6 +30,7 @@ def one_sequence(q, k, v, segments, scale):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(Recompute))
 def test_a_compiled_layer_is_traced_and_computes_the_same(monkeypatch, model_folder, kind):
     torch._dynamo.reset()

@@ -92,6 +92,7 @@ def weights_main(rank: int, world_size: int, folder: Path) -> None:
     leave_group()
 
 
+@pytest.mark.slow
 def test_shards_have_the_weights_of_the_files_whatever_the_model(tmp_path: Path):
     for kind, make in KINDS.items():
         make(tmp_path / kind)

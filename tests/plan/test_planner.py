@@ -367,6 +367,7 @@ def test_a_folder_without_a_ledger_tells_no_lengths(tmp_path):
         lengths_by_task(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_prints_one_json_object_and_writes_the_config(tmp_path):
     small = ["--prompts-per-step", "8", "--group-size", "8", "--price", "2"]
     files = ["--write", str(tmp_path / "run.yaml")]

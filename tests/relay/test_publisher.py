@@ -302,6 +302,7 @@ def test_files_that_the_new_version_lacks_do_not_stay_in_it(publisher: Publisher
     assert not held(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_bytes", [4096, 3 * 2**20, 2 * TASK_BYTES])
 def test_checksums_are_those_of_the_content(tmp_path: Path, chunk_bytes: int) -> None:
     with publishing(tmp_path, chunk_bytes=chunk_bytes, shard_bytes=2 * RUN_BYTES) as publisher:

@@ -134,6 +134,7 @@ async def greedy_run(run, folder, open_engine, *, count, **settings):
     assert verify(run) == []
 
 
+@pytest.mark.slow
 async def test_greedy_responses_of_the_embedded_engine_are_the_same_wherever_they_were_moved(tmp_path):
     folder = make_model_folder(tmp_path / "model")
 

@@ -90,6 +90,7 @@ def num_begun(run: Path) -> int:
         return connection.execute(query).fetchone()[0]
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_killed_and_stopped_gives_what_an_uninterrupted_one_gives(tmp_path, model):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     with EvalProcess(whole, model) as process:
@@ -176,6 +177,7 @@ def test_what_cannot_be_evaluated_is_told_in_one_line(model, arguments, line):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_evaluates_as_it_says(tmp_path, model):
     (block,) = re.findall(r"```yaml\n(.*?)```", (REPO / "docs/evaluation.md").read_text(), re.DOTALL)
     tree = yaml.safe_load((REPO / CONFIG).read_text()) | yaml.safe_load(block)

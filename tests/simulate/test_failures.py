@@ -12,6 +12,7 @@ from laminar_py.records.spans import Span
 from tests.simulate.small import FAILING, run, run_recorded
 
 
+@pytest.mark.slow
 def test_failures_come_as_the_seed_says_and_cost_time():
     failing, again, other = run(*FAILING), run(*FAILING), run(*FAILING, "seed=1")
     assert failing.failed_s == again.failed_s

@@ -117,6 +117,7 @@ def test_a_shared_run_repeats():
     assert run(*SHARED).rows == run(*SHARED).rows
 
 
+@pytest.mark.slow
 def test_tail_waits_until_few_run_and_switches_less_often_than_ready():
     ready, tail = run(*SHARED, "steps=10").figures, run(*SHARED, "steps=10", "cluster.lease.switch=tail").figures
     assert tail.turns <= ready.turns

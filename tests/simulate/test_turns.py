@@ -32,6 +32,7 @@ def finished(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_turns_have_the_lengths_of_one_turn_wherever_repacking_and_failures_send_them(finished):
     run(*ONE, "repack.planner=none")
     alone = {name: num_sampled(one.spans) for name, one in finished.items()}

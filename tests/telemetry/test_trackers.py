@@ -108,6 +108,7 @@ def test_tensorboard_reads_each_step_as_it_was_made_last(tmp_path):
     assert settings["data.train"].string_value == "t.jsonl"
 
 
+@pytest.mark.slow
 @needs("mlflow")
 def test_mlflow_goes_on_with_its_run_and_the_newest_point_of_a_step_counts(tmp_path):
     from mlflow import MlflowClient
