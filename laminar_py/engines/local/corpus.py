@@ -16,8 +16,8 @@ LEAST_TOKENS = 4  # of a response that is kept; the run's probes have one
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A finished response, e.g. `Kept(prompt, ids, 7)`."""
+class KeptResponse:
+    """A finished response, e.g. `KeptResponse(prompt, ids, 7)`."""
 
     prompt: bytes  # digest
     ids: IntArray  # [L]
@@ -36,7 +36,7 @@ class Corpus:
         self.num_bytes = 0  # other threads read it
         self._most_bytes = most_bytes
         self._oldest = 0  # version that is not stale
-        self._kept: OrderedDict[str, Kept] = OrderedDict()  # by request, the oldest first
+        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()  # by request, the oldest first
         self._by_prompt: dict[bytes, list[str]] = {}  # requests, the oldest first
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class Corpus:
         of_prompt = self._by_prompt.setdefault(prompt, [])
         if len(of_prompt) == MOST_RESPONSES:
             self._drop(of_prompt[0])
-        kept = self._kept[rid] = Kept(prompt, ids, version)
+        kept = self._kept[rid] = KeptResponse(prompt, ids, version)
         of_prompt.append(rid)
         self.num_bytes += kept.num_bytes
         while self.num_bytes > self._most_bytes:
