@@ -1,6 +1,7 @@
 """Finished responses by prompt, within bounds on memory and age. Owned by `drafts`, which continues them.
 
-It holds token ids alone: a look-up scans the few responses of one prompt, so no index costs memory beside them.
+It holds tokens alone, as strings with a character for each (`characters`): a look-up scans the few responses of
+one prompt, so no index costs memory beside them.
 """
 
 from collections import OrderedDict
@@ -17,16 +18,16 @@ LEAST_TOKENS = 4  # of a response that is kept; the run's probes have one
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A finished response, e.g. `KeptResponse(prompt, ids, 7)`."""
+    """A finished response, e.g. `KeptResponse(prompt, characters(ids), 7)`."""
 
     prompt: bytes  # digest
-    ids: IntArray  # [L]
+    text: str
     version: int  # weights that sampled its last token
 
     @property
     def num_bytes(self) -> int:
         """Memory that it takes, at most."""
-        return self.ids.nbytes + RESPONSE_BYTES
+        return 4 * len(self.text) + RESPONSE_BYTES
 
 
 class Corpus:
@@ -46,28 +47,28 @@ class Corpus:
         """Whether a response to a prompt by its digest is kept."""
         return prompt in self._by_prompt
 
-    def of(self, prompt: bytes) -> list[IntArray]:
+    def of(self, prompt: bytes) -> list[str]:
         """Return the responses to a prompt by its digest, the oldest first."""
-        return [self._kept[rid].ids for rid in self._by_prompt.get(prompt, ())]
+        return [self._kept[rid].text for rid in self._by_prompt.get(prompt, ())]
 
-    def add(self, rid: str, prompt: bytes, ids: IntArray, *, version: int) -> None:
-        """Keep the response `ids [L]` of a request under `version`, in place of its earlier turns."""
+    def add(self, rid: str, prompt: bytes, text: str, *, version: int) -> None:
+        """Keep the response of a request under `version`, in place of its earlier turns."""
         self._drop(rid)
-        if len(ids) < LEAST_TOKENS or version < self._oldest:
+        if len(text) < LEAST_TOKENS or version < self._oldest:
             return
         of_prompt = self._by_prompt.setdefault(prompt, [])
         if len(of_prompt) == MOST_RESPONSES:
             self._drop(of_prompt[0])
-        kept = self._kept[rid] = KeptResponse(prompt, ids, version)
+        kept = self._kept[rid] = KeptResponse(prompt, text, version)
         of_prompt.append(rid)
         self.num_bytes += kept.num_bytes
         while self.num_bytes > self._most_bytes:
             self._drop(next(iter(self._kept)))
 
-    def add_new(self, rid: str, prompt: bytes, ids: IntArray, *, version: int) -> None:
+    def add_new(self, rid: str, prompt: bytes, text: str, *, version: int) -> None:
         """As `add`, unless a response of this request is kept."""
         if rid not in self._kept:
-            self.add(rid, prompt, ids, version=version)
+            self.add(rid, prompt, text, version=version)
 
     def drop_stale(self, version: int) -> None:
         """Drop responses that are more than `OLDEST` versions older than `version`, and take no such ones."""
@@ -84,3 +85,8 @@ class Corpus:
         of_prompt.remove(rid)
         if not of_prompt:
             del self._by_prompt[kept.prompt]
+
+
+def characters(ids: IntArray) -> str:
+    """Return a string with the character of each of `ids [n]`, which are below 0x110000."""
+    return ids.astype("<i4", copy=False).tobytes().decode("utf-32-le", "surrogatepass")

@@ -7,7 +7,8 @@ Speculation changes no token. A token depends on the logits and on a number that
     follow -> choose -> propose -> a forward over the drafts -> record_accepted -> record_step ... -> keep, forget
 
 Texts of a prompt are its responses under way, and its last finished ones, whatever weights sampled them. A draft
-continues the text in which the last tokens of the response occur, the longest run first.
+continues the text in which the last tokens of the response occur, the longest run first. They are strings with a
+character for each token, since no search is faster than `str.rfind`.
 """
 
 from collections import defaultdict
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar_py.engines.local.attention import Drafts
-from laminar_py.engines.local.corpus import Corpus
+from laminar_py.engines.local.corpus import Corpus, characters
 from laminar_py.engines.local.kv import Indices
 from laminar_py.engines.local.prefill import Job
 from laminar_py.engines.local.slots import Slots
@@ -38,7 +39,7 @@ TRIAL = 2  # steps of the slower way, after `FASTER` steps of the other
 FASTER, MOST_FASTER, GROWTH = 64, 4096, 4  # the number grows while the slower way loses by `CLEARLY`
 CLEARLY = 0.8
 WARM_UP = 3  # first steps of each way, which compile it
-_START = -1  # stands before each text
+_START = "\U0010ffff"  # stands before each text; no vocabulary has so many tokens
 
 Numbers = npt.NDArray[np.float64]
 
@@ -55,58 +56,52 @@ class Origin(IntEnum):
 class Texts:
     """Texts of a prompt at one time, end to end, each after `_START`, and one more `_START`."""
 
-    ids: IntArray  # [n]
+    text: str
     num_earlier: int  # tokens of finished responses, which come first
     own: dict[Job, range]  # places of each response under way
 
-    def find(self, last: Sequence[int]) -> tuple[int, int] | None:
+    def find(self, last: str) -> tuple[int, int] | None:
         """Find the longest run of tokens that ends `last` and stands before another token; of equal ones the last.
 
         Returns the place of the token after it, and the number of its tokens.
         """
-        places = np.flatnonzero(self.ids[:-1] == last[-1])
-        places = places[self.ids[places + 1] != _START]
-        match = 1
-        while match < len(last) and places.size:
-            longer = places[self.ids[places - match] == last[-1 - match]]
-            if not longer.size:
-                break
-            places, match = longer, match + 1
-        if not places.size or match < min(SHORTEST, len(last)):
-            return None
-        return int(places[-1]) + 1, match
+        for match in range(len(last), min(SHORTEST, len(last)) - 1, -1):
+            place = len(self.text) - 1
+            while (place := self.text.rfind(last[-match:], 0, place)) >= 0:
+                if self.text[place + match] != _START:
+                    return place + match, match
+                place += match - 1
+        return None
 
-    def rest(self, place: int, stop_ids: Sequence[int]) -> IntArray:
-        """Copy the tokens of a text from `place` on, at most to the first of `stop_ids`."""
-        rest = self.ids[place : place + int((self.ids[place:] == _START).argmax())]
-        ends = np.flatnonzero(np.isin(rest, stop_ids))
-        return rest[: ends[0] + 1].copy() if ends.size else rest.copy()
+    def rest(self, place: int, stops: Sequence[str]) -> str:
+        """Return the tokens of a text from `place` on, at most to the first of `stops`."""
+        rest = self.text[place : self.text.index(_START, place)]
+        ends = [end for stop in stops if (end := rest.find(stop)) >= 0]
+        return rest[: min(ends) + 1] if ends else rest
 
 
 @dataclass(slots=True, kw_only=True)
 class Followed:
-    """A response, and its expected continuation: `rest`, from its token `length` on."""
+    """A response, and its expected continuation, empty if there is none."""
 
     prompt: bytes
     has_earlier: bool  # its prompt had finished responses when it began to decode
     looks_at: int = 0  # length from which it looks for a text
     patience: int = PATIENCE  # tokens until then after a look in vain
-    rest: IntArray | None = None
-    length: int = 0
+    text: str = ""  # the response
+    rest: str = ""
     match: int = 0  # tokens in common, at most `LONGEST`
     origin: Origin = Origin.OWN
 
-    def catch_up(self, response: IntArray) -> bool:
-        """Move on over the tokens since the last call; return False, and forget the text, if they differ."""
-        if self.rest is None:
-            return False
-        grown = response[self.length :]
-        if len(grown) < len(self.rest) and grown.tobytes() == self.rest[: len(grown)].tobytes():
-            self.rest, self.length = self.rest[len(grown) :], len(response)
+    def catch_up(self, response: IntArray) -> None:
+        """Add the tokens since the last call; the continuation is what follows them, if they began it."""
+        grown = characters(response[len(self.text) :])
+        self.text += grown
+        if self.rest.startswith(grown):
+            self.rest = self.rest[len(grown) :]
             self.match = min(self.match + len(grown), LONGEST)
-            return True
-        self.rest = None
-        return False
+        else:
+            self.rest = ""
 
 
 @dataclass(slots=True)
@@ -291,13 +286,13 @@ class Drafter:
 
     def keep(self, job: Job, response: IntArray, *, version: int) -> None:
         """Keep the finished `response` under `version`, of the last turn so far, for others to its prompt."""
-        self._corpus.add(job.request.rid, _digest(job.request.prompt_ids), response, version=version)
+        self._corpus.add(job.request.rid, _digest(job.request.prompt_ids), characters(response), version=version)
 
     def take_earlier(self, request: GenerateRequest) -> None:
         """Keep the responses of other engines that a request brings, unless it has them."""
         prompt = _digest(request.prompt_ids) if request.earlier else b""
-        for text in request.earlier:  # copies, since ids from storage may be a part of more
-            self._corpus.add_new(text.rid, prompt, text.ids.copy(), version=text.version)
+        for text in request.earlier:
+            self._corpus.add_new(text.rid, prompt, characters(text.ids), version=text.version)
         for followed in self._followed.values() if request.earlier else ():  # siblings that began before
             if followed.prompt == prompt and not followed.has_earlier:
                 followed.has_earlier = True
@@ -320,42 +315,40 @@ class Drafter:
         """Return at most `limits[i]` tokens that may follow the response of job i."""
         by_prompt: dict[bytes, Texts] = {}
         drafts: list[list[int]] = []
+        for job in jobs:
+            self._followed[job].catch_up(self._slots.ids[job.slot, : self._slots.num_response[job.slot]])
         for job, limit in zip(jobs, limits, strict=True):
             followed = self._followed[job]
-            response = self._slots.ids[job.slot, : self._slots.num_response[job.slot]]
-            if not followed.catch_up(response) and len(response) >= followed.looks_at:
+            if not followed.rest and len(followed.text) >= followed.looks_at:
                 if (texts := by_prompt.get(followed.prompt)) is None:
                     texts = by_prompt[followed.prompt] = self._texts(followed.prompt)
-                self._look(job, followed, response, texts)
-            drafts.append([] if followed.rest is None else followed.rest[: max(0, limit)].tolist())
+                self._look(job, followed, texts)
+            drafts.append([ord(token) for token in followed.rest[: max(0, limit)]])
         return drafts
 
-    def _look(self, job: Job, followed: Followed, response: IntArray, texts: Texts) -> None:
+    def _look(self, job: Job, followed: Followed, texts: Texts) -> None:
         """Find the text that a response follows, or wait some tokens until the next look."""
-        last = response[-LONGEST:].tolist()
-        if (found := texts.find(last if len(last) == LONGEST else [_START, *last])) is None:
-            followed.looks_at = len(response) + followed.patience
+        if (found := texts.find((_START + followed.text)[-LONGEST:])) is None:
+            followed.looks_at = len(followed.text) + followed.patience
             followed.patience = min(2 * followed.patience, MOST_PATIENCE)
             return
         (place, followed.match), followed.patience = found, PATIENCE
-        followed.rest, followed.length = texts.rest(place, job.request.sampling.stop_ids), len(response)
+        followed.rest = texts.rest(place, [chr(token) for token in job.request.sampling.stop_ids])
         is_own = place in texts.own.get(job, ())
         is_earlier = place < texts.num_earlier
         followed.origin = Origin.EARLIER if is_earlier else Origin.OWN if is_own else Origin.SIBLING
 
     def _texts(self, prompt: bytes) -> Texts:
         """Join the texts of a prompt: its finished responses, then its responses under way."""
-        start = np.array([_START], np.int32)
-        found = [part for response in self._corpus.of(prompt) for part in (start, response)]
-        num_earlier = end = sum(map(len, found))
+        found = ["", *self._corpus.of(prompt)]
+        end = num_earlier = sum(1 + len(text) for text in found[1:])
         own: dict[Job, range] = {}
         for job, followed in self._followed.items():
             if followed.prompt == prompt:
-                response = self._slots.ids[job.slot, : self._slots.num_response[job.slot]]
-                own[job] = range(end + 1, end + 1 + len(response))
-                found += (start, response)
-                end += 1 + len(response)
-        return Texts(np.concatenate([*found, start]), num_earlier, own)
+                found.append(followed.text)
+                own[job] = range(end + 1, end + 1 + len(followed.text))
+                end += 1 + len(followed.text)
+        return Texts(_START.join([*found, ""]), num_earlier, own)
 
 
 def _digest(prompt_ids: IntArray) -> bytes:

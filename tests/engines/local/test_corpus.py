@@ -7,16 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_py.engines.local.corpus import LEAST_TOKENS, MOST_RESPONSES, OLDEST, RESPONSE_BYTES, Corpus
+from laminar_py.engines.local.corpus import (
+    LEAST_TOKENS,
+    MOST_RESPONSES,
+    OLDEST,
+    RESPONSE_BYTES,
+    Corpus,
+    characters,
+)
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
-from laminar_py.records.codec import IntArray
 from tests.engines.engine_conformance import make_request
 from tests.engines.local.test_engine import save_model
 
 
-def tokens(length: int) -> IntArray:
-    return np.arange(length, dtype=np.int32)
+def tokens(length: int) -> str:
+    return characters(np.arange(length, dtype=np.int32))
 
 
 @pytest.mark.parametrize(("length", "most"), [(4, 2**20), (40, 2**20), (5000, 2**22)])
@@ -36,7 +42,7 @@ def test_the_oldest_response_goes_first_when_memory_is_full():
     corpus = Corpus(most_bytes=3 * (4 * 100 + RESPONSE_BYTES))
     for number, prompt in enumerate([b"a", b"b", b"a", b"c", b"b"]):
         corpus.add(f"r{number}", prompt, tokens(100 - number), version=0)
-    found = {prompt: [len(ids) for ids in corpus.of(prompt)] for prompt in (b"a", b"b", b"c")}
+    found = {prompt: [len(text) for text in corpus.of(prompt)] for prompt in (b"a", b"b", b"c")}
     assert found == {b"a": [98], b"b": [96], b"c": [97]}
     corpus.add("huge", b"d", tokens(10**6), version=0)
     assert (len(corpus), corpus.num_bytes) == (0, 0)
@@ -47,9 +53,9 @@ def test_a_prompt_keeps_its_newest_responses_and_a_turn_replaces_the_one_before(
     for number in range(40):
         corpus.add(f"r{number}", b"p", tokens(10 + number), version=0)
         corpus.add(f"probe{number}", b"p", tokens(LEAST_TOKENS - 1), version=0)
-    assert [len(ids) for ids in corpus.of(b"p")] == list(range(50 - MOST_RESPONSES, 50))
+    assert [len(text) for text in corpus.of(b"p")] == list(range(50 - MOST_RESPONSES, 50))
     corpus.add("r39", b"p", tokens(60), version=0)
-    assert [len(ids) for ids in corpus.of(b"p")] == [*range(50 - MOST_RESPONSES, 49), 60]
+    assert [len(text) for text in corpus.of(b"p")] == [*range(50 - MOST_RESPONSES, 49), 60]
 
 
 @given(additions=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3), st.integers(0, 20)), max_size=60))
@@ -58,8 +64,8 @@ def test_its_two_indexes_agree(additions):
     for version, (request, prompt, length) in enumerate(additions):
         corpus.add(f"r{request}", b"%d" % (request % 2 + 2 * prompt), tokens(length), version=version)
         corpus.drop_stale(version)
-    kept = [ids for prompt in range(8) for ids in corpus.of(b"%d" % prompt)]
-    assert sum(ids.nbytes + RESPONSE_BYTES for ids in kept) == corpus.num_bytes <= 5 * RESPONSE_BYTES
+    kept = [text for prompt in range(8) for text in corpus.of(b"%d" % prompt)]
+    assert sum(4 * len(text) + RESPONSE_BYTES for text in kept) == corpus.num_bytes <= 5 * RESPONSE_BYTES
     assert len(kept) == len(corpus)
 
 

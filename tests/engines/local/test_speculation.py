@@ -10,6 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from laminar_py.engines.local.corpus import characters
 from laminar_py.engines.local.drafts import (
     FASTER,
     FIRST,
@@ -248,16 +249,21 @@ def test_a_repeated_response_takes_few_steps(versions):
 
 
 def test_a_text_is_found_by_the_longest_run_that_ends_a_response():
-    start, other = -1, object()
-    ids = np.array([start, 1, 2, 3, 4, start, 9, 2, 3, 5, 6, start], np.int32)
-    texts = Texts(ids, 5, {other: range(6, 11)})
-    assert texts.find([start]) == (6, 1)
-    assert texts.find([start, 1, 2, 3]) == (4, 4)
-    assert texts.find([start, 7, 2, 3]) == (9, 2)
-    assert texts.find([start, 7, 8, 3]) is None  # a run of one token says little
-    assert texts.find([start, 2, 3, 4]) is None  # nothing follows
-    assert texts.rest(9, stop_ids=()).tolist() == [5, 6]
-    assert texts.rest(1, stop_ids=(3,)).tolist() == [1, 2, 3]
+    start, other = "\U0010ffff", object()
+    texts = Texts(f"{start}abcd{start}ibcef{start}", 5, {other: range(6, 11)})
+    assert texts.find(start) == (6, 1)
+    assert texts.find(f"{start}abc") == (4, 4)
+    assert texts.find(f"{start}gbc") == (9, 2)
+    assert texts.find(f"{start}ghc") is None  # a run of one token says little
+    assert texts.find(f"{start}bcd") is None  # nothing follows
+    assert texts.rest(9, stops=()) == "ef"
+    assert texts.rest(1, stops=("c",)) == "abc"
+    assert texts.rest(1, stops=("e", "d", "c")) == "abc"
+
+
+def test_each_token_is_a_character():
+    ids = np.array([0, 0x7F, 0xD800, 0xDFFF, 0xFFFF, 0x10FFFE], np.int32)
+    assert [ord(token) for token in characters(ids)] == ids.tolist()
 
 
 def choose(choice: DraftChoice, drafts_s: float, *, steps: int) -> int:
