@@ -68,6 +68,13 @@ def make_run(folder: Path, *settings: str, steps=2, template: str | None = None)
     return learner
 
 
+def test_a_run_whose_model_is_gone_is_not_exported(tmp_path):
+    make_run(tmp_path / "run", steps=1)
+    (tmp_path / "run/model/config.json").unlink()
+    with pytest.raises(ConfigError, match=r"^model\.path=.*/run/model: config.json cannot be read \(No such file"):
+        export(tmp_path / "run", tmp_path / "out")
+
+
 def test_the_newest_checkpoint_of_a_run_loads_in_transformers(tmp_path):
     learner = make_run(tmp_path / "run")
     assert export(tmp_path / "run", tmp_path / "out") == Exported(tmp_path / "run/checkpoints/step-2", 2)
