@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from laminar_py.engines.local.drafts import DraftChoice, StepTimes
+from laminar_py.engines.local.draft_choice import DraftChoice, StepTimes
 from laminar_py.records.pieces import TokensRef
 from laminar_py.records.replica import EarlierResponse
 from tests.builders import make_ref

@@ -13,15 +13,15 @@ character for each token, since no search is faster than `str.rfind`.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
 
 import numpy as np
-import numpy.typing as npt
 
 from laminar_py.engines.local.attention import Drafts
 from laminar_py.engines.local.corpus import Corpus, characters
+from laminar_py.engines.local.draft_choice import MEMORY, DraftChoice, Numbers, StepTimes
 from laminar_py.engines.local.kv import Indices
 from laminar_py.engines.local.prefill import Job
 from laminar_py.engines.local.slots import Slots
@@ -33,15 +33,8 @@ MOST_FED = 256  # tokens of one step, whose logits are all in memory
 FIRST_DRAFT = 3  # tokens, until steps of two sizes have been measured
 SHORTEST, LONGEST = 2, 8  # tokens that a text has in common with a response when a draft continues it
 PATIENCE, MOST_PATIENCE = 4, 32  # tokens until a response without such a text looks again; they double each time
-MEMORY = 32  # steps over which times and rates are averaged
-FIRST = 4  # steps of each way, drafts or none, before they are compared
-TRIAL = 2  # steps of the slower way, after `FASTER` steps of the other
-FASTER, MOST_FASTER, GROWTH = 64, 4096, 4  # the number grows while the slower way loses by `CLEARLY`
-CLEARLY = 0.8
 WARM_UP = 3  # first steps of each way, which compile it
 _START = "\U0010ffff"  # stands before each text; no vocabulary has so many tokens
-
-Numbers = npt.NDArray[np.float64]
 
 
 class Origin(IntEnum):
@@ -104,91 +97,6 @@ class Followed:
             self.rest = ""
 
 
-@dataclass(slots=True)
-class Average:
-    """Tokens and seconds over steps, of which older ones weigh less."""
-
-    steps: int = 0
-    tokens: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, tokens: float, seconds: float) -> None:
-        """Add a step."""
-        kept = 1 - 1 / MEMORY
-        self.steps += 1
-        self.tokens = kept * self.tokens + tokens
-        self.seconds = kept * self.seconds + seconds
-
-    def halve(self) -> None:
-        """Halve the weight of the steps so far."""
-        self.tokens, self.seconds = self.tokens / 2, self.seconds / 2
-
-
-@dataclass(slots=True, kw_only=True)
-class DraftChoice:
-    """Choice between drafts and none in steps of one kind, by the rates that both had there.
-
-    The slower way is tried now and then. Trials become rare while they lose clearly: 2 steps after 64 steps of the
-    faster way, then after 256, 1,024 and 4,096.
-    """
-
-    drafts: Average = field(default_factory=Average)
-    plain: Average = field(default_factory=Average)
-    steps: int = 0  # since the last trial
-    faster: int = FASTER  # steps until the next
-    tries_drafts: bool = False  # in the trial under way
-    has_faster_drafts: bool = False  # at the last step
-
-    @property
-    def is_known(self) -> bool:
-        """Whether both ways were tried often enough to compare them."""
-        return min(self.plain.steps, self.drafts.steps) >= FIRST
-
-    @property
-    def speedup(self) -> float:
-        """Rate with drafts over the rate without."""
-        return self.drafts.tokens * self.plain.seconds / max(1e-9, self.plain.tokens * self.drafts.seconds)
-
-    def advance(self) -> bool:
-        """Begin a step, and return True if it should draft."""
-        if not self.is_known:
-            return self.drafts.steps <= self.plain.steps
-        if self.has_faster_drafts is not (self.speedup > 1):
-            self.has_faster_drafts = not self.has_faster_drafts
-            self.steps, self.faster = 0, FASTER
-        if self.steps == self.faster + TRIAL:
-            is_close = CLEARLY < self.speedup < 1 / CLEARLY
-            self.steps, self.faster = 0, FASTER if is_close else min(GROWTH * self.faster, MOST_FASTER)
-        if self.steps == self.faster:
-            self.tries_drafts = not self.has_faster_drafts
-            (self.drafts if self.tries_drafts else self.plain).halve()
-        self.steps += 1
-        return self.tries_drafts if self.steps > self.faster else self.has_faster_drafts
-
-
-class StepTimes:
-    """Time of a step as a line over the number of tokens that it feeds, by the last steps."""
-
-    def __init__(self) -> None:
-        self._sums: Numbers = np.zeros(5)  # weight, tokens, seconds, tokens squared, tokens times seconds
-
-    def add(self, tokens: int, seconds: float) -> None:
-        """Add a step."""
-        self._sums *= 1 - 1 / MEMORY
-        self._sums += (1, tokens, seconds, tokens * tokens, tokens * seconds)
-
-    def at(self, tokens: Numbers) -> Numbers | None:
-        """Return seconds [n] of steps by the tokens [n] that they feed; None while all steps had one size."""
-        weight, total, seconds, squares, products = self._sums.tolist()
-        spread = weight * squares - total * total
-        if spread <= 1e-3 * weight * weight:
-            return None
-        slope = max(0.0, (weight * products - total * seconds) / spread)
-        mean = seconds / weight
-        line: Numbers = mean + slope * (tokens - total / weight)
-        return line.clip(0.1 * mean)
-
-
 class Drafter:
     """Drafts for the requests that decode in `slots`."""
 
@@ -225,8 +133,8 @@ class Drafter:
     @property
     def speedups(self) -> dict[int, float]:
         """Speed-up by drafts as in `EngineStatus`. Safe to call from any thread."""
-        known = [(kind, choice) for kind, choice in self._choices.copy().items() if choice.is_known]
-        known.sort(key=lambda item: item[1].drafts.steps + item[1].plain.steps)
+        known = [(kind, choice) for kind, choice in self._choices.copy().items() if choice.trials]
+        known.sort(key=lambda item: item[1].trials)
         most_used = {bits: choice.speedup for (bits, _), choice in known}
         return {1 << (bits - 1): round(most_used[bits], 3) for bits in sorted(most_used)}
 
@@ -272,16 +180,13 @@ class Drafter:
                 self._shares[match] += tried / (MEMORY + tried) * (count / tried - self._shares[match])
                 self._counts[:, origin] += (drafted, count)
 
-    def record_step(
-        self, num_rows: int, drafts: Drafts | None, gained: int, *, seconds: float, tried: bool
-    ) -> None:
-        """Take a step that gained tokens in `seconds` of its thread; `tried` to draft, perhaps without success."""
+    def record_step(self, num_rows: int, drafts: Drafts | None, gained: int, *, seconds: float) -> None:
+        """Take a step of so many rows that gained tokens in `seconds` of its thread."""
         has_drafts = drafts is not None
         self._num_steps[has_drafts] += 1
         if self._num_steps[has_drafts] <= WARM_UP:
             return
-        choice = self._choice_at(num_rows)
-        (choice.drafts if tried else choice.plain).add(gained, seconds)
+        self._choice_at(num_rows).add(gained, seconds)
         self._times.add(num_rows + (0 if drafts is None else len(drafts.ids)), seconds)
 
     def keep(self, job: Job, response: IntArray, *, version: int) -> None:

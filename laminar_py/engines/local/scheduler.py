@@ -143,7 +143,7 @@ class Scheduler(RequestScheduler[Job]):
             self._accept(rows, drafts, sampled, near)
         if self._drafter is not None:
             gained, seconds = self._slots.kv_used - before, self._thread_s() - began
-            self._drafter.record_step(len(rows.slots), drafts, gained, seconds=seconds, tried=tries)
+            self._drafter.record_step(len(rows.slots), drafts, gained, seconds=seconds)
         self._dispatch(rows)
 
     def _make_room(self) -> None:

@@ -1,0 +1,100 @@
+"""When drafts pay: rates of steps with drafts and without, and the time of a step by its tokens; for `drafts`."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+MEMORY = 32  # steps over which times and rates are averaged
+FIRST = 4  # steps before the first trial
+FASTER = 64  # steps of the faster way until the next trial, at least
+TRIAL = 5  # steps of the slower way; the first one is cold and does not count
+TRIAL_SHARE = 0.01  # of the time, that trials may cost
+
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Rate:
+    """Tokens and seconds over steps, of which older ones weigh less."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: float, seconds: float) -> None:
+        """Add a step."""
+        kept = 1 - 1 / MEMORY
+        self.tokens = kept * self.tokens + tokens
+        self.seconds = kept * self.seconds + seconds
+
+
+@dataclass(slots=True, kw_only=True)
+class DraftChoice:
+    """Choice between drafts and none in steps of one kind: the way that was faster in trials of the other.
+
+    A trial is compared with the steps just before it, since rates change as responses grow. The slower a way was,
+    the longer it is not tried, so that trials cost `TRIAL_SHARE` of the time. The wait at most doubles, since a
+    trial is short and may mislead.
+    """
+
+    trials: int = 0
+    speedup: float = 1.0  # rate with drafts over the rate without; the last trial counts half
+    drafts: bool = False  # the faster way
+    steps: int = 0  # since the last trial
+    wait: int = FIRST  # steps until the next
+    rate: Rate = field(default_factory=Rate)  # of the faster way
+    tried: Rate = field(default_factory=Rate)  # of the other, in the trial under way
+
+    def advance(self) -> bool:
+        """Begin a step, and return True if it should draft."""
+        if self.steps == self.wait + TRIAL:
+            self._judge()
+        self.steps += 1
+        return self.drafts is not (self.steps > self.wait)
+
+    def add(self, tokens: float, seconds: float) -> None:
+        """Take the tokens and seconds of the step that `advance` began."""
+        if self.steps <= self.wait:
+            self.rate.add(tokens, seconds)
+        elif self.steps > self.wait + 1:
+            self.tried.add(tokens, seconds)
+
+    def _judge(self) -> None:
+        """Compare a trial with the steps before it, and plan the next."""
+        gain = self.tried.tokens * self.rate.seconds / max(1e-9, self.rate.tokens * self.tried.seconds)
+        self.steps, self.tried = 0, Rate()
+        if not gain:  # the first steps of an engine do not count
+            return
+        found = 1 / gain if self.drafts else gain
+        self.speedup = math.sqrt(self.speedup * found) if self.trials else found
+        self.trials += 1
+        if self.drafts is not (self.speedup > 1):
+            self.drafts = not self.drafts
+            self.rate, self.wait = Rate(), FASTER
+            return
+        slowdown = max(self.speedup, 1 / self.speedup) - 1
+        self.wait = max(FASTER, min(2 * self.wait, round(TRIAL * slowdown / TRIAL_SHARE)))
+
+
+class StepTimes:
+    """Time of a step as a line over the number of tokens that it feeds, by the last steps."""
+
+    def __init__(self) -> None:
+        self._sums: Numbers = np.zeros(5)  # weight, tokens, seconds, tokens squared, tokens times seconds
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Add a step."""
+        self._sums *= 1 - 1 / MEMORY
+        self._sums += (1, tokens, seconds, tokens * tokens, tokens * seconds)
+
+    def at(self, tokens: Numbers) -> Numbers | None:
+        """Return seconds [n] of steps by the tokens [n] that they feed; None while all steps had one size."""
+        weight, total, seconds, squares, products = self._sums.tolist()
+        spread = weight * squares - total * total
+        if spread <= 1e-3 * weight * weight:
+            return None
+        slope = max(0.0, (weight * products - total * seconds) / spread)
+        mean = seconds / weight
+        line: Numbers = mean + slope * (tokens - total / weight)
+        return line.clip(0.1 * mean)
