@@ -18,6 +18,7 @@ import numpy as np
 
 from laminar_lab.report.snapshot import read_steps
 from laminar_py.config import RunConfig, load_config
+from laminar_py.config.cluster import Device
 from laminar_py.ledger import read_evaluations, read_rows, reading
 from laminar_py.records import StepRow
 from laminar_py.records.evaluations import SetFigures, problem_of
@@ -86,25 +87,33 @@ def draw_mean(values: Sequence[float], *, low: float, high: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FleetSizes:
-    """Number of replicas over seconds of RL, from `fleet.jsonl`: `replicas[i]` from `at_s[i]` on."""
+    """Replicas and learner ranks over seconds of RL, from `fleet.jsonl`: `replicas[i]` from `at_s[i]` on."""
 
     at_s: tuple[float, ...] = ()
     replicas: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  # 0: as the config says
 
     def replica_seconds(self, rl_s: float) -> float:
         """Return replica seconds until `rl_s`; the first number holds from the start of RL."""
+        return self._seconds(self.replicas, rl_s)
+
+    def rank_seconds(self, rl_s: float, *, usual: int) -> float:
+        """Return seconds of learner ranks until `rl_s`; `usual`: as the config says."""
+        return self._seconds([count or usual for count in self.ranks], rl_s)
+
+    def _seconds(self, counts: Sequence[int], rl_s: float) -> float:
         edges = [0.0, *self.at_s[1:], math.inf]
-        spans = zip(edges, edges[1:], self.replicas, strict=False)
+        spans = zip(edges, edges[1:], counts, strict=False)
         return sum(max(0.0, min(rl_s, end) - start) * count for start, end, count in spans)
 
 
 def read_fleet_sizes(run: Path) -> FleetSizes:
     """Read the fleet sizes of a run, row by row."""
-    changes: list[tuple[float, int]] = []
+    changes: list[tuple[float, int, int]] = []
     for row in read_rows(run / "fleet.jsonl", FleetRow):
-        if not changes or len(row.running) != changes[-1][1]:
-            changes.append((row.rl_s, len(row.running)))
-    return FleetSizes(tuple(at_s for at_s, _ in changes), tuple(count for _, count in changes))
+        if not changes or (len(row.running), row.ranks) != changes[-1][1:]:
+            changes.append((row.rl_s, len(row.running), row.ranks))
+    return FleetSizes(*zip(*changes, strict=True)) if changes else FleetSizes()
 
 
 def count_devices(config: RunConfig) -> tuple[int, str]:
@@ -123,9 +132,12 @@ def device_seconds(config: RunConfig, sizes: FleetSizes, rl_s: float) -> float:
     devices, kind = count_devices(config)
     if not sizes.replicas:
         return devices * rl_s
-    rollout = config.rollout
+    rollout, ranks = config.rollout, config.learner.world_size
     each = rollout.engine.gpus if kind == "GPU" else 1
-    return (devices - each * rollout.replicas) * rl_s + each * sizes.replica_seconds(rl_s)
+    spent = (devices - each * rollout.replicas) * rl_s + each * sizes.replica_seconds(rl_s)
+    if kind == "process" or (kind == "GPU" and config.learner_device is Device.CUDA):
+        spent += sizes.rank_seconds(rl_s, usual=ranks) - ranks * rl_s
+    return spent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

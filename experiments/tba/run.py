@@ -27,7 +27,7 @@ LIMIT_S = 900.0  # of a run that should take 340
 WINDOW = 1024  # responses over which success is a mean
 LATE = 4096  # last responses, 128 to each puzzle
 WANTED = 0.5
-WITHOUT_REPLAY = {"buffer.replay.share": "0"}
+WITHOUT_REPLAY = {"buffer.replay.share": "0", "rollout.prompts_per_step": "16"}
 ALGORITHMS: dict[str, Mapping[str, str]] = {
     "tba": {},
     "grpo": {"algorithm": "{name: grpo, clip_high: 0.28}", **WITHOUT_REPLAY},

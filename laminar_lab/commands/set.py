@@ -17,8 +17,8 @@ def set_settings(
     run: Annotated[Path, typer.Argument(help="Folder of a running run, e.g. runs/mine-1")],
     settings: Annotated[list[str], typer.Argument(help="Settings as key=value, e.g. staleness.max_staleness=4")],
 ) -> None:
-    """Change settings of a running run: staleness.max_staleness, learner.publish_every, buffer.capacity and
-    rollout.replicas.
+    """Change settings of a running run: staleness.max_staleness, learner.publish_every, buffer.capacity,
+    rollout.replicas and learner.world_size.
 
     The settings are checked and changed as one. A change takes effect with the learner's next batch, and the run
     prints it. A resume keeps it, and staleness.control leaves what you set. Other settings change by a resume with

@@ -15,7 +15,8 @@ from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 
 REPLICAS, BOUND, PUBLISH_EVERY = "rollout.replicas", "staleness.max_staleness", "learner.publish_every"
-CHANGEABLE = (BOUND, PUBLISH_EVERY, "buffer.capacity", REPLICAS)
+RANKS = "learner.world_size"
+CHANGEABLE = (BOUND, PUBLISH_EVERY, "buffer.capacity", REPLICAS, RANKS)
 
 
 def changed(config: RunConfig, *settings: str) -> RunConfig:
@@ -29,6 +30,8 @@ def changed(config: RunConfig, *settings: str) -> RunConfig:
         raise ConfigError(f"{setting}: the run began without a bound; stop it and resume it with {setting}")
     if REPLICAS in values:
         _check_fleet(config, values[REPLICAS])
+    if RANKS in values:
+        _check_ranks(config, values[RANKS])
     tree = config.model_dump(mode="json")
     for name, value in values.items():
         section, _, key = name.partition(".")
@@ -90,6 +93,15 @@ def unquantized(config: RunConfig) -> RunConfig:
     tree = config.model_dump(mode="json")
     tree["rollout"]["engine"]["quantization"] = Quantization.NONE.value
     return parse_config(tree)
+
+
+def _check_ranks(config: RunConfig, ranks: int) -> None:
+    """Raise `ConfigError` if the learner's ranks of a running run are fixed."""
+    if config.cluster.share or config.rollout.engine.emulates is not None:
+        why = "learner and replicas share their devices" if config.cluster.share else "its learner is emulated"
+        raise ConfigError(
+            f"{RANKS}={ranks}: fixed in this run, since {why}; stop it, and resume it with {RANKS}={ranks}"
+        )
 
 
 def _check_fleet(config: RunConfig, replicas: int) -> None:

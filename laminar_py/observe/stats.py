@@ -91,8 +91,9 @@ class Totals:
 class Stats:
     """The counters of one controller."""
 
-    def __init__(self, clock: Clock, *, replicas: int, totals: Totals) -> None:
+    def __init__(self, clock: Clock, *, replicas: int, totals: Totals, ranks: int = 0) -> None:
         self.totals = totals
+        self.ranks = ranks  # of the learner
         self._earlier_generated_tokens = totals.generated_tokens
         self.replicas = {index: ReplicaActivity() for index in range(replicas)}  # also starting ones
         self.peak_memory_bytes = 0
@@ -270,6 +271,7 @@ class Stats:
             rl_s=round(self.rl_s, 3),
             generated_tokens=self._earlier_generated_tokens + generated_tokens,
             kv_s=round(self.totals.kv_s, 4),
+            ranks=self.ranks,
             replicas=indices,
             versions=[replica.version for replica in replicas],
             running=[replica.running for replica in replicas],

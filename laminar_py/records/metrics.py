@@ -229,6 +229,7 @@ class FleetRow(msgspec.Struct, frozen=True, kw_only=True):
     rl_s: float
     generated_tokens: int
     kv_s: float  # seconds times the mean share of KV caches in use
+    ranks: int = 0  # of the learner; 0: as the config says
     replicas: list[int] = []  # [replicas] numbers of the replicas; empty: 0, 1, ...
     versions: list[int]  # [replicas]
     running: list[int]  # [replicas] trajectories

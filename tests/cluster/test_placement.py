@@ -436,6 +436,25 @@ async def test_a_fleet_that_grows_takes_no_gpus_that_others_have_taken_since():
     assert on(placement.plan.replicas) == "abbb"
 
 
+async def test_a_learner_with_more_ranks_keeps_its_first_ones_and_waits_for_gpus_that_replicas_have():
+    seen = hosts(4)
+    needs = Needs(ranks=2, rank_gpus=1, replicas=2, replica_gpus=1)
+    placement = Placement(needs, lambda: seen)
+    assert (placement.has_room(2), placement.has_room(3)) == (True, False)
+    needs = replace(needs, gone=frozenset({0}))
+    await placement.scale(needs)
+    assert placement.has_room(3)
+    await placement.scale(replace(needs, ranks=3))
+    assert on(placement.plan.learner) == "aaa"
+    seen.append(Node(id="b", ip="10.0.0.9", gpus=2, cpus=8))
+    await placement.refresh()
+    assert placement.has_room(5)
+    await placement.scale(replace(needs, ranks=5))
+    assert on(placement.plan.learner) == "aaabb"
+    await placement.scale(replace(needs, ranks=1, replicas=5))
+    assert (on(placement.plan.learner), on(placement.plan.replicas[1:])) == ("a", "aaab")
+
+
 async def test_a_learner_without_a_place_ends_the_run():
     seen = hosts(8, 8)
     placement = Placement(Needs(ranks=8, rank_gpus=1, replicas=8, replica_gpus=1), lambda: seen)

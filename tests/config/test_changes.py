@@ -83,6 +83,9 @@ def test_a_changed_setting_is_the_only_difference():
         (("staleness.max_staleness=null",), "staleness.max_staleness=4", "the run began without a bound"),
         ((), "buffer.capacity=8", "buffer.capacity=8 is below one learner step"),
         ((), "learner.publish_every=9", "trajectories between two versions are older"),
+        ((), "learner.world_size=0", "learner.world_size=0: input should be greater than"),
+        (("learner.shard_ranks=1",), "learner.world_size=0", "learner.world_size=0: input should be greater than"),
+        (("cluster.share=true",), "learner.world_size=2", "since learner and replicas share their devices"),
         (("staleness.control={max: 5}",), "staleness.max_staleness=6", "staleness.control moves it from 1 to 5"),
     ],
 )

@@ -190,12 +190,22 @@ def test_device_hours_count_each_replica_as_long_as_it_was_there(tmp_path):
     rows = [row(1.0, {0: 1, 1: 1}), row(2.0, {0: 1, 1: 1}), row(10.0, dict.fromkeys(range(6), 1))]
     write_rows(tmp_path / "fleet.jsonl", rows)
     sizes = read_fleet_sizes(tmp_path)
-    assert sizes == FleetSizes((1.0, 10.0), (2, 6))
+    assert sizes == FleetSizes((1.0, 10.0), (2, 6), (0, 0))
     assert [sizes.replica_seconds(at_s) for at_s in (5.0, 10.0, 12.0)] == [10.0, 20.0, 32.0]
     config = load_config(REPO / "configs/emulation/repack.yaml", ["rollout.replicas=6"])
     learner = count_devices(config)[0] - 6
     assert device_seconds(config, sizes, 12.0) == pytest.approx(32.0 + 12.0 * learner)
     assert device_seconds(config, FleetSizes(), 12.0) == pytest.approx(12.0 * (6 + learner))
+
+
+def test_device_hours_count_each_rank_as_long_as_it_was_there(tmp_path):
+    rows = [row(1.0, {0: 1, 1: 1}), row(4.0, {0: 1, 1: 1}), row(10.0, {0: 1})]
+    write_rows(
+        tmp_path / "fleet.jsonl",
+        [msgspec.structs.replace(one, ranks=n) for one, n in zip(rows, (0, 3, 3), strict=True)],
+    )
+    config = load_config(REPO / "configs/quickstart.yaml", ["rollout.replicas=1"])
+    assert device_seconds(config, read_fleet_sizes(tmp_path), 12.0) == 2 * 10 + 2 + 4 + 3 * 8
 
 
 async def test_a_curve_has_each_set_with_its_costs_in_the_order_of_time(tmp_path):

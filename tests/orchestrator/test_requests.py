@@ -26,9 +26,15 @@ BOUND = "staleness.max_staleness"
 def made(tmp_path, monkeypatch):
     """Requests whose loop looks all the time, their scheduler, and what they show, raise and have grown."""
     monkeypatch.setattr(requests_module, "HOUSEKEEPING_S", 0.001)
-    log, seen = DiskLog(), SimpleNamespace(lines=[], alarms=[], grown=[], path=tmp_path)
+    log, seen = DiskLog(), SimpleNamespace(lines=[], alarms=[], grown=[], asked=[], path=tmp_path, room=1)
     fleet = Fleet(max_staleness=4, recorder=log)
-    placement = SimpleNamespace(needs=SimpleNamespace(gone=frozenset()))
+
+    async def refresh(age_s):
+        assert age_s > 0
+
+    placement = SimpleNamespace(
+        needs=SimpleNamespace(gone=frozenset()), has_room=lambda ranks: ranks <= seen.room, refresh=refresh
+    )
     requests = SettingRequests(
         make_incarnation(
             config=load_config(REPO / "configs/quickstart.yaml", []),
@@ -42,6 +48,7 @@ def made(tmp_path, monkeypatch):
         scoring=SimpleNamespace(grow=seen.grown.append),
         dispatch_loop=SimpleNamespace(wake=lambda: None),
         alarms=SimpleNamespace(show_line=seen.lines.append, tell=lambda *alarm: seen.alarms.append(alarm)),
+        learner=SimpleNamespace(ask=seen.asked.append),
     )
     return requests, fleet.scheduler, seen
 
@@ -90,6 +97,21 @@ async def test_a_request_waits_until_the_learner_has_no_batch(made):
     await until(lambda: not list(seen.path.iterdir()))
     loop.cancel()
     assert seen.alarms == [("staleness", "learner", "")], "no words, no alarm"
+
+
+async def test_ranks_of_the_learner_change_once_there_are_gpus_for_them(made):
+    requests, scheduler, seen = made
+    loop = asyncio.create_task(requests.run())
+    write_wanted(seen.path, ["learner.world_size=2"])
+    await until(lambda: seen.lines)
+    assert seen.lines == ["learner.world_size=2: waits until so many GPUs are free"]
+    requests.stepped(ROW, SimpleNamespace(spare=0, waited_s=0.0))
+    assert not seen.asked
+    seen.room = 2
+    await until(lambda: seen.asked)
+    loop.cancel()
+    assert [config.learner.world_size for config in seen.asked] == [2]
+    assert [(one.name, one.value) for one in changes(scheduler)] == [("learner.world_size", 2)]
 
 
 async def test_a_set_is_refused_as_a_whole_and_a_request_to_an_earlier_controller_is_one_line(made):

@@ -1,6 +1,7 @@
 """A run whose fleet and settings change while it goes on: emulated replicas, and all else the real thing."""
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -10,6 +11,7 @@ import pytest
 from laminar_py.ledger.database import reading
 from laminar_py.ledger.rows import decode_event
 from tests.runs.runs import LAMINAR, REPO, TrainProcess, assert_laws
+from tests.runs.test_train import starts_of
 
 CONFIG = REPO / "configs/emulation/repack.yaml"
 SETTINGS = (
@@ -105,6 +107,43 @@ def test_a_run_goes_on_with_more_replicas_and_with_fewer_and_its_rate_follows(tm
     assert [count for _, count in rates] == [2, 6, 3]
     each = [rate / count for rate, count in rates]
     assert max(each) < (1 + LIKE) * min(each), rates
+
+
+def last_step(run):
+    return int(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+
+
+def learners(run):
+    """Names of the learner's processes, as they started."""
+    return [event.part for _, event in events_of(run, "partstarted") if "learner" in event.part]
+
+
+@pytest.mark.slow
+def test_a_learner_goes_on_with_more_ranks_and_with_fewer_and_a_resume_keeps_them(tmp_path):
+    with TrainProcess(tmp_path, "steps=10000", "eval.sets={}", "learner.checkpoint_every=1000") as train:
+        train.wait_for_step(3)
+        call("set", train.run, "learner.world_size=2")
+        train.wait_until(lambda: "learner-1" in learners(train.run))
+        grown = last_step(train.run)
+        train.wait_for_step(grown + 4)
+        call("set", train.run, "learner.world_size=1")
+        train.wait_until(lambda: learners(train.run).count("learner-0") == 3)
+        train.wait_for_step(last_step(train.run) + 2)
+        call("set", train.run, "learner.world_size=2")
+        train.wait_until(lambda: learners(train.run).count("learner-1") == 2)
+        os.kill(starts_of(train.run)["learner-1"][-1], signal.SIGKILL)  # before a step, or in one
+        train.wait_for_step(last_step(train.run) + 3)
+        train.send(signal.SIGINT)
+        output = train.end_with(130)
+    assert "the learner goes from 1 to 2 ranks" in output
+    assert "the learner goes from 2 to 1 rank " in output
+    assert len(events_of(train.run, "partcrashed")) == 1
+    before = learners(train.run).count("learner-1")
+    last = last_step(train.run)
+    with TrainProcess(tmp_path, f"steps={last + 3}", small=(), resume=True) as train:
+        train.end_with(0)
+    assert learners(train.run).count("learner-1") == before + 1
+    assert_laws(train.run)
 
 
 def resume(tmp_path, *settings):

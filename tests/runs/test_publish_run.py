@@ -33,10 +33,11 @@ def test_two_ranks_publish_what_engines_and_probes_agree_with(tmp_path, mixture)
 def train_on_two_nodes() -> None:
     """Is `laminar` with a rank on each node, as where one node has too few GPUs."""
 
-    def place_learner(room: placement._FreeGpus) -> list[placement.NodeSlot]:
-        return [placement.NodeSlot(node.id, 0) for node in sorted(room._nodes, key=lambda node: not node.here)]
+    def place_ranks(room: placement._FreeGpus, count: int) -> list[placement.NodeSlot]:
+        nodes = sorted(room._nodes, key=lambda node: not node.here)
+        return [placement.NodeSlot(node.id, 0) for node in nodes[:count]]
 
-    placement._FreeGpus.place_learner = place_learner
+    placement._FreeGpus.place_ranks = place_ranks
     main()
 
 

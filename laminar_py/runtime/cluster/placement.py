@@ -13,7 +13,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from laminar_py.config.cluster import Device
@@ -134,8 +134,9 @@ class Plan:
 def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) -> Plan:
     """Place all parts on `nodes`, which include the controller's.
 
-    `keep` is an earlier plan, from which parts on live nodes keep their places. If a node of the learner is gone,
-    all ranks get new places, and so do the replicas that share their GPUs. In a first plan every part needs room.
+    `keep` is an earlier plan, from which parts on live nodes keep their places; of a learner with other ranks, the
+    first ones. If a node of the learner is gone, all ranks get new places, and so do the replicas that share their
+    GPUs. In a first plan every part needs room.
     In a later plan replicas may have no place, and a server may have none if another of its pool has a place.
     Raises `ConfigError` if there are too few GPUs.
     """
@@ -147,24 +148,25 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
     first = keep is None
     replicas: list[NodeSlot | None] = [None] * needs.replicas
     servers: list[NodeSlot | None] = [None] * len(needs.servers)
-    learner: Sequence[NodeSlot] | None = None
+    learner: Sequence[NodeSlot] = ()
     stages: list[NodeSlot | None] = [None] * len(needs.stages)
     if keep is not None:
         for index, place in enumerate(keep.replicas):
             replicas[index] = None if index in needs.gone or index < needs.shared else if_alive(place)
         servers = [if_alive(place) for place in keep.servers] or servers
-        learner = keep.learner if all(map(if_alive, keep.learner)) else None
+        learner = keep.learner[: needs.ranks] if all(map(if_alive, keep.learner)) else ()
         stages = [if_alive(place) for place in keep.stages] or stages
     room = _FreeGpus(needs, nodes)
-    room.reserve([*replicas, *servers, *stages])
-    learner = room.place_learner() if learner is None else learner
-    room.reserve(learner)
+    room.reserve([*replicas, *servers, *stages, *learner])
+    added = room.place_ranks(needs.ranks - len(learner))
+    room.reserve(added)
+    learner = (*learner, *added)
     room.learner = learner
     room.place_stages(stages)
     room.place_servers(servers, first=first)
     room.place_replicas(replicas, first=first)
     return Plan(
-        learner=tuple(learner),
+        learner=learner,
         replicas=tuple(replicas),
         relays=place_relays(
             needs.relays,
@@ -195,10 +197,10 @@ class _FreeGpus:
             self._free[place.node] -= place.gpus
             self._residents[place.node] += 1
 
-    def place_learner(self) -> list[NodeSlot]:
-        """Place the ranks on as few nodes as possible, so that few replicas lose room. Raises `ConfigError`."""
+    def place_ranks(self, count: int) -> list[NodeSlot]:
+        """Place more ranks on as few nodes as possible, so that few replicas lose room. Raises `ConfigError`."""
         needs, free = self._needs, self._free
-        wanted, total = needs.ranks * needs.rank_gpus, sum(free.values())
+        wanted, total = count * needs.rank_gpus, sum(free.values())
         if wanted > total:
             raise ConfigError(
                 f"learner.world_size={needs.ranks}: needs {counted(wanted, 'GPU')}, {total} are free on"
@@ -215,7 +217,7 @@ class _FreeGpus:
             (node for node in rest if free[node.id] >= gpus),
             key=lambda node: (self._lost_replicas(node, gpus), not node.here, free[node.id]),
         )
-        return [*chosen, *[NodeSlot(last.id, needs.rank_gpus)] * (needs.ranks - len(chosen))]
+        return [*chosen, *[NodeSlot(last.id, needs.rank_gpus)] * (count - len(chosen))]
 
     def place_stages(self, places: list[NodeSlot | None]) -> None:
         """Fill the gaps in `places`, the places of frozen models. Raises `ConfigError` without room."""
@@ -408,6 +410,14 @@ class Placement:
             self.needs = needs
             self._plan_again(await asyncio.to_thread(self._list_nodes), scaled=True)
 
+    def has_room(self, ranks: int) -> bool:
+        """Whether the learner could have so many ranks beside the parts that have a place now."""
+        try:
+            make_plan(replace(self.needs, ranks=ranks), list(self._known.values()), keep=self.plan)
+        except ConfigError:
+            return False
+        return True
+
     def _plan_again(self, nodes: Sequence[Node], *, scaled: bool = False) -> None:
         """Plan again if a node of the plan is gone, the needs were `scaled`, or a part has no place.
 
@@ -415,13 +425,12 @@ class Placement:
         """
         alive = {node.id: node for node in nodes}
         self._ips |= {node.id: node.ip for node in alive.values()}
-        self._known = {id: node for id, node in self._known.items() if id in alive}  # new nodes are added below
+        # on unused nodes other programs may have taken or freed GPUs
+        self._known = alive | {id: node for id, node in self._known.items() if id in self.plan.nodes & set(alive)}
         gone = self.plan.nodes - set(alive)
         replicas = [place for index, place in enumerate(self.plan.replicas) if index not in self.needs.gone]
         if not gone and not scaled and None not in (*replicas, *self.plan.servers):
             return
-        # on unused nodes other programs may have taken or freed GPUs
-        self._known = alive | {id: node for id, node in self._known.items() if id in self.plan.nodes}
         before = self.plan
         try:
             self.plan = make_plan(self.needs, list(self._known.values()), keep=before)

@@ -300,8 +300,8 @@ class Controller:
             scoring=self._scoring,
             dispatch_loop=self._dispatch_loop,
             alarms=self._alarms,
+            learner=learner,
         )
-        self._alarms.unquantize = requests.unquantize
         trainer = Trainer(
             incarnation,
             scheduler=scheduler,

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from laminar_py.config.changes import REPLICAS, changed, parse_change
+from laminar_py.config.changes import RANKS, REPLICAS, changed, parse_change
 from laminar_py.config.loading import load_config
 from laminar_py.config.section import ConfigError
 from laminar_py.control.consumption import StepBatch
@@ -24,6 +24,8 @@ from laminar_py.runtime.orchestrator.alarms import Alarms
 from laminar_py.runtime.orchestrator.fleet import ElasticFleet
 from laminar_py.runtime.orchestrator.scoring import Scoring, max_scored
 from laminar_py.runtime.workers.incarnation import Incarnation
+from laminar_py.runtime.workers.keeper import RETRY_S
+from laminar_py.runtime.workers.learner import LearnerKeeper
 from laminar_py.runtime.workers.replicas import Replicas
 
 log = logging.getLogger(__name__)
@@ -41,10 +43,13 @@ class SettingRequests:
         scoring: Scoring,
         dispatch_loop: Throttle,
         alarms: Alarms,
+        learner: LearnerKeeper,
     ) -> None:
+        self._learner, self._placement = learner, incarnation.placement
         self._run, self._inputs, self._ledger = incarnation.run.path, incarnation.inputs, incarnation.ledger
         self._scoring, self._dispatch_loop, self._alarms = scoring, dispatch_loop, alarms
         self._replicas = replicas
+        alarms.unquantize = self.unquantize
         self._settings = LiveSettings(
             incarnation.config,
             scheduler=scheduler,
@@ -76,6 +81,8 @@ class SettingRequests:
                 for settings in wanted:
                     await self._take(settings)
                 self._number += 1
+            if self._waiting:
+                await self._placement.refresh(age_s=RETRY_S)  # a node may have joined
             if self._waiting and self._settings.may_change:
                 self._change_waiting()
             await self._forget_recorded()
@@ -106,17 +113,29 @@ class SettingRequests:
                     self._show(await self._fleet.resize(parse_change(setting)[1]))
             if others:
                 self._waiting.append((self._number, others))
+                if not self._has_room(others):
+                    self._show(f"{' '.join(others)}: waits until so many GPUs are free")
         except ConfigError as error:
             self._show(str(error))
 
     def _change_waiting(self) -> None:
-        """Make the changes that waited, in the order of their requests."""
+        """Make the changes that waited and have room, in the order of their requests."""
         waiting, self._waiting = self._waiting, []
-        for _, settings in waiting:
+        for number, settings in waiting:
+            if not self._has_room(settings):
+                self._waiting.append((number, settings))
+                continue
             try:
                 self._show(self._settings.change(*settings, by=USER))
+                if RANKS in dict(map(parse_change, settings)):
+                    self._learner.ask(self._settings.config)
             except ConfigError as error:
                 self._show(str(error))
+
+    def _has_room(self, settings: Sequence[str]) -> bool:
+        """Whether there are GPUs for the ranks that settings name."""
+        ranks = dict(map(parse_change, settings)).get(RANKS)
+        return ranks is None or self._placement.has_room(ranks)
 
     async def _forget_recorded(self) -> None:
         """Delete files of settings once these are on disk in the ledger."""

@@ -21,6 +21,7 @@ from laminar_py.learner.packing.packer import Packed
 from laminar_py.ledger.row_files import append_row, open_rows
 from laminar_py.observe.stats import read_totals, replay_figures
 from laminar_py.records.events import LearnerLoaded, RolledBack
+from laminar_py.records.host import counted
 from laminar_py.records.metrics import StepMetrics, StepRow
 from laminar_py.records.trajectory import TrajectoryRef
 from laminar_py.runtime.cluster.errors import PartCrashedError, RunFailedError
@@ -191,6 +192,8 @@ class Trainer:
         """
         if self.is_done:
             return None
+        if self._learner.resizing.is_set():
+            await self._resize()
         ends_after_batch = self._config.schedule is Schedule.SYNC
         awaited = f"step {self.step + 1}" if ends_after_batch else f"the checkpoint of step {self.step}"
         SIGNALS.enter(awaited, self._cost_of_end)
@@ -201,6 +204,7 @@ class Trainer:
         failures = [
             asyncio.create_task(self._versions.wait_until_lost(), name="version-lost"),
             asyncio.create_task(self._checkpoints.any_failure(), name="checkpoint-failed"),
+            asyncio.create_task(self._learner.resizing.wait(), name="learner-resizes"),
         ]
         left = None if limit is None else max(0.0, limit - self._stats.rl_s)
         try:
@@ -217,7 +221,22 @@ class Trainer:
         await self._give_back(take)
         if failure is not None and not stopped:
             raise failure
-        return None
+        return await self.next_batch() if self._learner.resizing.is_set() and not stopped else None
+
+    async def _resize(self) -> None:
+        """Start the learner with the ranks that the user wants, from this step. Raises PartCrashedError."""
+        if self._saved_step != self.step:
+            await self._save()
+        await self._checkpoints.finish()
+        await self._versions.recorded()
+        if self._versions.lost is not None:
+            raise self._versions.lost
+        before = self._config.learner.world_size
+        self._config = await self._learner.resize()
+        self._checkpoints.start_over()
+        ranks = self._stats.ranks = self._config.learner.world_size
+        self._show_line(f"the learner goes from {before} to {counted(ranks, 'rank')} with step {self.step}")
+        await self.start()
 
     async def _give_back(self, take: asyncio.Task[StepBatch]) -> None:
         """Cancel a task that waits for a batch, and put back a batch that it already has."""

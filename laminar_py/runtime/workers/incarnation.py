@@ -114,7 +114,7 @@ def open_incarnation(start: RunStart, *, recovered: Recovered | None) -> Incarna
         inputs=inputs,
         clock=clock,
         ledger=ledger,
-        stats=Stats(clock, replicas=config.rollout.replicas, totals=totals),
+        stats=Stats(clock, replicas=config.rollout.replicas, totals=totals, ranks=config.learner.world_size),
         supervisor=Supervisor(record=ledger.append, max_restarts=config.supervisor.max_restarts),
         overrides=start.overrides,
         number=recovered.incarnation if recovered else 1,

@@ -12,12 +12,14 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from laminar_py.config.run import RunConfig
 from laminar_py.engines.sglang.settings import KEY_ENV
 from laminar_py.learner.packing.buffer import PackQueue
 from laminar_py.learner.packing.packer import Packed, StepWeights
@@ -74,7 +76,7 @@ class LearnerKeeper(Keeper):
     def __init__(
         self, incarnation: Incarnation, *, relays: Relays, show: Callable[[LearnerProgress], None]
     ) -> None:
-        super().__init__(incarnation, *(f"learner-{r}" for r in range(incarnation.config.learner.world_size)))
+        super().__init__(incarnation, *_rank_names(incarnation.config))
         self._run_dir = incarnation.run.path
         self._relays = relays
         self._show = show
@@ -83,6 +85,8 @@ class LearnerKeeper(Keeper):
         self._started: LearnerStarted | None = None
         self.gpus: tuple[RankGpus, ...] = ()  # [ranks] of the processes that started last
         self._checkpoint: Path | None = None
+        self._wanted = incarnation.config
+        self.resizing = asyncio.Event()  # set from `ask` to `resize`
 
     async def start(self, checkpoint: Path | None) -> LearnerStarted:
         """Load, warm-start or restore the model on all ranks; return its sizes. Raises PartCrashedError."""
@@ -90,6 +94,20 @@ class LearnerKeeper(Keeper):
         await self.begin()
         assert self._started is not None, "a started learner has sizes"
         return self._started
+
+    def ask(self, config: RunConfig) -> None:
+        """Ask for the ranks of a changed config; the trainer calls `resize` between two steps."""
+        self._wanted = config
+        self.resizing.set()
+
+    async def resize(self) -> RunConfig:
+        """End all ranks, plan for those asked for, and return their config; `start` starts them."""
+        self.kill()
+        self.parts, self.is_up = (), False
+        self.resizing.clear()
+        self._config, self._names = self._wanted, _rank_names(self._wanted)
+        await self._placement.scale(replace(self._placement.needs, ranks=len(self._names)))
+        return self._config
 
     def places(self) -> Sequence[NodeSlot | None]:
         """Return the places of all ranks."""
@@ -250,6 +268,11 @@ class LearnerKeeper(Keeper):
             return error
         where = f"rank {rank} on {self._placement.ip(part.place.node)}"
         return PartCrashedError(error.part, f"{error.reason}; {where} was last seen in: {activity}")
+
+
+def _rank_names(config: RunConfig) -> tuple[str, ...]:
+    """Return the names of the ranks' processes."""
+    return tuple(f"learner-{rank}" for rank in range(config.learner.world_size))
 
 
 def _first_fault(faults: Sequence[object]) -> str:
