@@ -24,7 +24,7 @@ from laminar_py.config.rollout import Schedule
 FIRST = 6  # placements of the first round, the best by formula
 BESIDE, OTHERS = 2, 2  # placements of a later round: neighbours of the best so far, and the best of all others
 MOST = 16  # placements of all rounds
-TIED = 0.03  # share of tokens/s within which one simulation cannot separate two placements
+TIED = 0.08  # share of tokens/s within which one simulation cannot separate two placements
 ALIKE = 0.01  # share of tokens/s within which the placement with the fewest learner GPUs comes first
 MOST_TIED = 3
 SEEDS = (1, 2)  # for tied placements
