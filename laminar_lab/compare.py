@@ -20,8 +20,9 @@ from rich.text import Text
 
 from laminar_lab.curves import (
     BAR,
+    FleetSizes,
     Point,
-    count_devices,
+    device_seconds,
     draw_mean,
     evaluation_curves,
     format_mean,
@@ -55,6 +56,7 @@ class ComparedRun:
     reward: list[Point]  # in training
     answers: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # mean rewards by pass and problem
     changes: tuple[str, ...] = ()  # by a user while it was running
+    sizes: FleetSizes = field(default_factory=FleetSizes)
 
     @cached_property
     def evaluated(self) -> list[Point]:
@@ -63,8 +65,8 @@ class ComparedRun:
 
     @cached_property
     def device_hours(self) -> float:
-        """Device-hours so far, of the fleet that the config names."""
-        return self.report.rl_s * count_devices(self.config)[0] / 3600
+        """Device-hours so far."""
+        return device_seconds(self.config, self.sizes, self.report.rl_s) / 3600
 
 
 def read_run(run: Path) -> ComparedRun:
@@ -81,6 +83,7 @@ def read_run(run: Path) -> ComparedRun:
         reward=reward_curve(config, steps, sizes),
         answers=read_problem_rewards(run),
         changes=changes_by_user(happened),
+        sizes=sizes,
     )
 
 

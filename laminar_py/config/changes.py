@@ -83,6 +83,11 @@ def value_of(config: RunConfig, name: str) -> int | None:
     return value
 
 
+def resized(config: RunConfig, ranks: int) -> RunConfig:
+    """Return the config with another number of learner ranks. Raises `ConfigError`."""
+    return changed(config, f"{RANKS}={ranks}")
+
+
 def scaled(config: RunConfig, replicas: int) -> RunConfig:
     """Return the config with another number of replicas. Raises `ConfigError`."""
     return changed(config, f"{REPLICAS}={replicas}")
@@ -97,11 +102,14 @@ def unquantized(config: RunConfig) -> RunConfig:
 
 def _check_ranks(config: RunConfig, ranks: int) -> None:
     """Raise `ConfigError` if the learner's ranks of a running run are fixed."""
-    if config.cluster.share or config.rollout.engine.emulates is not None:
-        why = "learner and replicas share their devices" if config.cluster.share else "its learner is emulated"
+    if config.rollout.engine.emulates is not None:
         raise ConfigError(
-            f"{RANKS}={ranks}: fixed in this run, since {why}; stop it, and resume it with {RANKS}={ranks}"
+            f"{RANKS}={ranks}: this run's learner is emulated; stop it, and resume it with other"
+            " rollout.engine.learner_devices"
         )
+    if config.cluster.share:
+        asked = f"{RANKS}={ranks}"
+        raise ConfigError(f"{asked}: learner and replicas share devices; stop the run, and resume it with {asked}")
 
 
 def _check_fleet(config: RunConfig, replicas: int) -> None:

@@ -116,7 +116,7 @@ class LearnerConfig(Section):
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest gradient norm."""
     world_size: Count = 1
-    """Data-parallel ranks (FSDP2), each in a process of its own."""
+    """Data-parallel ranks (FSDP2), each in a process of its own. `laminar set` changes them in a running run."""
     shard_ranks: Count | None = None
     """Ranks that share one copy of weights, gradients and optimizer; each further group of as many ranks has its
     own (HSDP). None: all ranks share one. On several nodes set it to the ranks of a node: then microbatches gather

@@ -65,6 +65,7 @@ class Consumption:
     def __init__(self, state: ControlState) -> None:
         self.buffer = Buffer()
         self._state = state
+        self._packing = state.settings.packing
         self._undoable: list[tuple[int, LiveTrajectory]] = []  # (step, trajectory) since the last checkpoint
         settings = state.settings
         self._pool = ReplayPool(settings.replay, wanted=settings.replayed_groups, seed=settings.seed)
@@ -230,8 +231,7 @@ class Consumption:
     def _take(self, count: int, version: int) -> StepBatch:
         """Remove the oldest `count` groups from the buffer; return them and replays as a batch."""
         groups = self.buffer.first(count)
-        packing = self._state.settings.packing
-        if packing and packing.by_id:
+        if self._packing and self._packing.by_id:
             groups.sort(key=lambda group: (len(group.group_id), group.group_id))  # as they were issued
         self.buffer.remove_groups(groups)
         ages = self._state.ages
@@ -270,7 +270,7 @@ class Consumption:
 
         A tree is cut, so its longest sequence counts, unless the loss needs whole responses.
         """
-        packing = self._state.settings.packing
+        packing = self._packing
         if packing is None or ref.num_tokens <= packing.max_tokens:
             return ""
         paths = [path.num_tokens(len(ref.prompt_ids)) for path in ref.token_paths]

@@ -128,7 +128,7 @@ class TrajectoryScheduler:
         self.moves.leave(replica)
 
     def adopt(self, config: RunConfig) -> None:
-        """Take over the changeable settings of `config`: capacity, staleness bound, steps between versions, ranks.
+        """Take over the changeable settings of `config`: capacity, staleness bound, steps between two versions.
 
         The bound must not change while the learner has a batch, whose weights follow the earlier bound (law 12).
         """
@@ -141,8 +141,7 @@ class TrajectoryScheduler:
         )
         assert bound == settings.bound.max_staleness or not self.state.num_in_step, "a batch is in the learner"
         treatment = replace(settings.bound, max_staleness=bound)
-        packing = settings.packing and replace(settings.packing, ranks=config.learner.num_rows)
-        self.state.settings = replace(settings, admission=admission, bound=treatment, packing=packing)
+        self.state.settings = replace(settings, admission=admission, bound=treatment)
 
     # ---- between the parts
 

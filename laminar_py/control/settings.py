@@ -159,7 +159,6 @@ def control_settings(config: RunConfig, *, stop_ids: tuple[int, ...]) -> Control
         has_environment=config.has_environment,
         packing=Packing(
             max_tokens=config.row_tokens,
-            ranks=config.learner.num_rows,
             by_id=config.schedule is Schedule.SYNC,
             cuts=not config.algorithm.needs_whole_responses,
         ),

@@ -1,5 +1,6 @@
 """Sizes and dtype of a model, from its `config.json`. Called before a run, and when an engine starts."""
 
+import json
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,10 +55,12 @@ def served_dtype(model_dir: Path, *, field: str = "model.path") -> str:
 def _read(model_dir: Path, type_: type[_T], *, field: str) -> _T:
     remedy = "name the Hugging Face folder of a language model"
     try:
-        return msgspec.json.decode((model_dir / "config.json").read_bytes(), type=type_)
+        return msgspec.convert(
+            json.loads((model_dir / "config.json").read_bytes()), type_
+        )  # Infinity stands in some
     except OSError as error:
         raise ConfigError(
             f"{field}={model_dir}: config.json cannot be read ({error.strerror}); {remedy}"
         ) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{field}={model_dir}: config.json cannot be used ({error}); {remedy}") from None

@@ -166,7 +166,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     version: int  # -1 before the first load
     drafts: DraftCounts = DraftCounts()  # since the engine started
     speedups: dict[int, float] = {}
-    """Rate with drafts over the rate without, in CPU seconds of the last steps, by the sequences of a step.
+    """Rate with drafts over the rate without, in CPU seconds of the last trials, by the sequences of a step.
 
     The key 4 stands for 4 to 7 sequences. Sizes are left out until both ways were tried.
     """

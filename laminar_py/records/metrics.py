@@ -222,8 +222,8 @@ class StepRow(TokenFigures, frozen=True, kw_only=True):
 class FleetRow(msgspec.Struct, frozen=True, kw_only=True):
     """Line of `fleet.jsonl`, written at equal intervals: load of the replicas, e.g. of two:
 
-    `FleetRow(rl_s=81.0, generated_tokens=640_000, kv_s=40.5, versions=[8, 9], running=[64, 60], waiting=[0, 3],
-    ...)`. Sums are over the RL phase so far.
+    `FleetRow(rl_s=81.0, generated_tokens=640_000, kv_s=40.5, ranks=1, versions=[8, 9], running=[64, 60],
+    waiting=[0, 3], ...)`. Sums are over the RL phase so far.
     """
 
     rl_s: float

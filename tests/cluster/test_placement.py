@@ -404,7 +404,7 @@ async def test_a_larger_fleet_has_a_place_where_there_is_room_and_nobody_moves_f
     needs = Needs(ranks=1, rank_gpus=1, replicas=2, replica_gpus=1, relays=3)
     placement = Placement(needs, lambda: seen)
     before = placement.plan
-    await placement.scale(replace(needs, replicas=6))
+    await placement.scale(replicas=6)
     assert placement.plan.replicas[:2] == before.replicas
     assert placement.plan.replicas[3:] == (None, None, None)
     seen.append(Node(id="b", ip="10.0.0.9", gpus=8, cpus=8))
@@ -417,9 +417,9 @@ async def test_a_smaller_fleet_gives_its_places_to_those_that_wait_or_come_later
     seen = hosts(3)
     needs = Needs(ranks=1, rank_gpus=1, replicas=2, replica_gpus=1)
     placement = Placement(needs, lambda: seen)
-    await placement.scale(replace(needs, replicas=3))
+    await placement.scale(replicas=3)
     assert placement.plan.replicas[2] is None
-    await placement.scale(replace(needs, replicas=3, gone=frozenset({0})))
+    await placement.scale(replicas=3, gone=frozenset({0}))
     assert [place.node if place else None for place in placement.plan.replicas] == [None, "a", "a"]
     seen[0] = Node(id="a", ip="10.0.0.0", gpus=0, cpus=8, here=True)
     await placement.refresh()  # one that has left needs no place, so nobody looks for it
@@ -432,7 +432,7 @@ async def test_a_fleet_that_grows_takes_no_gpus_that_others_have_taken_since():
     placement = Placement(needs, lambda: seen)
     assert placement.plan.nodes == {"a"}
     seen[1] = Node(id="b", ip="10.0.0.1", gpus=3, cpus=8)
-    await placement.scale(replace(needs, replicas=8))
+    await placement.scale(replicas=8)
     assert on(placement.plan.replicas) == "abbb"
 
 
@@ -440,19 +440,34 @@ async def test_a_learner_with_more_ranks_keeps_its_first_ones_and_waits_for_gpus
     seen = hosts(4)
     needs = Needs(ranks=2, rank_gpus=1, replicas=2, replica_gpus=1)
     placement = Placement(needs, lambda: seen)
-    assert (placement.has_room(2), placement.has_room(3)) == (True, False)
-    needs = replace(needs, gone=frozenset({0}))
-    await placement.scale(needs)
-    assert placement.has_room(3)
-    await placement.scale(replace(needs, ranks=3))
+    assert not await placement.scale_learner(3)
+    assert (placement.needs.ranks, on(placement.plan.learner)) == (2, "aa")
+    await placement.scale(replicas=2, gone=frozenset({0}))
+    assert await placement.scale_learner(3)
     assert on(placement.plan.learner) == "aaa"
     seen.append(Node(id="b", ip="10.0.0.9", gpus=2, cpus=8))
-    await placement.refresh()
-    assert placement.has_room(5)
-    await placement.scale(replace(needs, ranks=5))
+    assert placement.has_room(5) is False
+    assert await placement.scale_learner(5)
     assert on(placement.plan.learner) == "aaabb"
-    await placement.scale(replace(needs, ranks=1, replicas=5))
+    assert await placement.scale_learner(1)
+    await placement.scale(replicas=5, gone=frozenset({0}))
     assert (on(placement.plan.learner), on(placement.plan.replicas[1:])) == ("a", "aaab")
+
+
+async def test_ranks_that_are_added_stay_beside_the_others_where_there_is_room():
+    seen = hosts(2, 8)
+    seen[0], seen[1] = replace(seen[0], here=False), replace(seen[1], here=True)
+    placement = Placement(Needs(ranks=1, rank_gpus=1, replicas=1, replica_gpus=1), lambda: seen)
+    home = placement.plan.learner[0].node
+    assert await placement.scale_learner(2)
+    assert [place.node for place in placement.plan.learner] == [home, home]
+
+
+async def test_a_fleet_and_a_learner_that_change_at_once_both_get_what_they_need():
+    seen = hosts(8)
+    placement = Placement(Needs(ranks=1, rank_gpus=1, replicas=2, replica_gpus=1), lambda: seen)
+    await asyncio.gather(placement.refresh(), placement.scale(replicas=4), placement.scale_learner(3))
+    assert (on(placement.plan.learner), on(placement.plan.replicas)) == ("aaa", "aaaa")
 
 
 async def test_a_learner_without_a_place_ends_the_run():

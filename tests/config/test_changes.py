@@ -85,7 +85,11 @@ def test_a_changed_setting_is_the_only_difference():
         ((), "learner.publish_every=9", "trajectories between two versions are older"),
         ((), "learner.world_size=0", "learner.world_size=0: input should be greater than"),
         (("learner.shard_ranks=1",), "learner.world_size=0", "learner.world_size=0: input should be greater than"),
-        (("cluster.share=true",), "learner.world_size=2", "since learner and replicas share their devices"),
+        (
+            ("cluster.share=true",),
+            "learner.world_size=2",
+            "learner and replicas share devices; stop the run, and resume",
+        ),
         (("staleness.control={max: 5}",), "staleness.max_staleness=6", "staleness.control moves it from 1 to 5"),
     ],
 )

@@ -307,8 +307,8 @@ async def test_a_resume_reads_no_row_again_and_leaves_out_what_it_cannot_train_o
 
     assert usable() == consumed[-CAPACITY:]
     assert usable(scored_columns=(Column(name="hints"),)) == []
-    assert usable(packing=Packing(max_tokens=longest, ranks=1)) == consumed[-CAPACITY:]
-    assert usable(packing=Packing(max_tokens=longest - 1, ranks=1)) != consumed[-CAPACITY:]
+    assert usable(packing=Packing(max_tokens=longest)) == consumed[-CAPACITY:]
+    assert usable(packing=Packing(max_tokens=longest - 1)) != consumed[-CAPACITY:]
     async with open_ledger(tmp_path) as ledger:
         monkeypatch.setattr(ledger.machine, "_recall", lambda id: pytest.fail(f"{id} is read again"))
         other = make_fleet(recorder=ledger)

@@ -1,5 +1,6 @@
 """Which replicas leave a fleet that becomes smaller, and which join a larger one."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -34,9 +35,9 @@ async def test_a_smaller_fleet_loses_replicas_without_a_process_first_and_then_t
     config = load_config(REPO / "configs/quickstart.yaml", ["rollout.replicas=4"])
     log, needs = DiskLog(), Needs(ranks=1, rank_gpus=0, replicas=4, replica_gpus=0)
 
-    async def scale_placement(needs):
-        placement.needs = needs
-        placement.plan.replicas = [None] * needs.replicas
+    async def scale_placement(replicas, gone):
+        placement.needs = replace(placement.needs, replicas=replicas, gone=gone)
+        placement.plan.replicas = [None] * replicas
 
     placement = SimpleNamespace(needs=needs, plan=SimpleNamespace(replicas=[]), scale=scale_placement)
     joined, scheduler = [], Fleet(replicas=4, max_staleness=4).scheduler

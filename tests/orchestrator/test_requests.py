@@ -22,11 +22,22 @@ PATIENCE = 20_000  # looks, a millisecond or more apart
 BOUND = "staleness.max_staleness"
 
 
+class Ranks:
+    """A learner's ranks as requests see them."""
+
+    def __init__(self):
+        self.num_ranks, self.requested, self.resizing = 1, None, asyncio.Event()
+
+    def drop_request(self):
+        self.requested = None
+        self.resizing.clear()
+
+
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """Requests whose loop looks all the time, their scheduler, and what they show, raise and have grown."""
     monkeypatch.setattr(requests_module, "HOUSEKEEPING_S", 0.001)
-    log, seen = DiskLog(), SimpleNamespace(lines=[], alarms=[], grown=[], asked=[], path=tmp_path, room=1)
+    log, seen = DiskLog(), SimpleNamespace(lines=[], alarms=[], grown=[], path=tmp_path, room=1, learner=Ranks())
     fleet = Fleet(max_staleness=4, recorder=log)
 
     async def refresh(age_s):
@@ -48,7 +59,7 @@ def made(tmp_path, monkeypatch):
         scoring=SimpleNamespace(grow=seen.grown.append),
         dispatch_loop=SimpleNamespace(wake=lambda: None),
         alarms=SimpleNamespace(show_line=seen.lines.append, tell=lambda *alarm: seen.alarms.append(alarm)),
-        learner=SimpleNamespace(ask=seen.asked.append),
+        learner=seen.learner,
     )
     return requests, fleet.scheduler, seen
 
@@ -99,19 +110,40 @@ async def test_a_request_waits_until_the_learner_has_no_batch(made):
     assert seen.alarms == [("staleness", "learner", "")], "no words, no alarm"
 
 
-async def test_ranks_of_the_learner_change_once_there_are_gpus_for_them(made):
+async def test_ranks_of_the_learner_change_once_there_are_gpus_for_them(made, monkeypatch):
+    monkeypatch.setattr(requests_module, "RETRY_S", 0.001)
+    requests, scheduler, seen = made
+    loop = asyncio.create_task(requests.run())
+    write_wanted(seen.path, ["learner.world_size=2", f"{BOUND}=2"])
+    await until(lambda: len(seen.lines) == 2)
+    assert seen.lines[0] == "learner.world_size=2: waits until so many GPUs are free"
+    assert scheduler.state.settings.bound.max_staleness == 2, "it does not wait for the ranks"
+    await asyncio.sleep(0.02)
+    assert not seen.learner.resizing.is_set()
+    assert list(seen.path.iterdir()), "it would not be lost with the controller"
+    seen.room = 2
+    await until(seen.learner.resizing.is_set)
+    assert [one.name for one in changes(scheduler)] == [BOUND], "the trainer makes the change"
+    seen.learner.drop_request()
+    seen.learner.num_ranks = 2
+    await until(lambda: not list(seen.path.iterdir()))
+    loop.cancel()
+    assert [(one.name, one.value) for one in changes(scheduler)] == [(BOUND, 2), ("learner.world_size", 2)]
+    assert seen.lines[2] == "step 0: learner.world_size 1 -> 2"
+
+
+async def test_a_later_request_for_ranks_replaces_one_that_waits(made):
     requests, scheduler, seen = made
     loop = asyncio.create_task(requests.run())
     write_wanted(seen.path, ["learner.world_size=2"])
-    await until(lambda: seen.lines)
-    assert seen.lines == ["learner.world_size=2: waits until so many GPUs are free"]
-    requests.stepped(ROW, SimpleNamespace(spare=0, waited_s=0.0))
-    assert not seen.asked
-    seen.room = 2
-    await until(lambda: seen.asked)
+    await until(lambda: seen.learner.requested == 2)
+    write_wanted(seen.path, ["learner.world_size=1"])
+    await until(lambda: len(seen.lines) == 2)
+    await until(lambda: not list(seen.path.iterdir()))
     loop.cancel()
-    assert [config.learner.world_size for config in seen.asked] == [2]
-    assert [(one.name, one.value) for one in changes(scheduler)] == [("learner.world_size", 2)]
+    assert seen.lines[1] == "learner.world_size is 1 already"
+    assert seen.learner.requested is None
+    assert not changes(scheduler)
 
 
 async def test_a_set_is_refused_as_a_whole_and_a_request_to_an_earlier_controller_is_one_line(made):

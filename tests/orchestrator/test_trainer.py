@@ -65,6 +65,8 @@ class Learner:
         self.disk.set()
         self.on_save = lambda: None
         self.on_call = lambda name: None  # before each call that computes
+        self.num_ranks, self.room, self.requested, self.resizing = 1, 2, None, asyncio.Event()
+        self.fault = ""  # of its next checkpoint
 
     def spawn(self):
         pass
@@ -79,6 +81,22 @@ class Learner:
 
     async def replace(self, death):
         self._supervisor.crashed(death)
+
+    def request(self, ranks):
+        self.requested = ranks
+        self.resizing.set()
+
+    def drop_request(self):
+        self.requested = None
+        self.resizing.clear()
+
+    async def resize(self):
+        self.on_call("resize")
+        self.resizing.clear()
+        if self.requested > self.room:
+            return False
+        self.num_ranks, self.requested = self.requested, None
+        return True
 
     async def fetch(self, packed):
         every = [one for bundles in packed.bundles for bundle in bundles for one in bundle]
@@ -115,11 +133,12 @@ class Learner:
             raise self._fails[self.saves]
         await self.disk.wait()
         write_checkpoint(self._folder, step=self._saved)
-        return ""
+        fault, self.fault = self.fault, ""
+        return fault
 
 
 @asynccontextmanager
-async def training(path, *settings, fails, admission, shared=None, **options):
+async def training(path, *settings, fails, admission, shared=None, on_fault=pytest.fail, **options):
     """A trainer that has started, its learner and the fleet."""
     config = load_config(REPO / "configs/quickstart.yaml", [*SMALL, *settings])
     run, clock = RunFolder(path), SystemClock()
@@ -172,7 +191,7 @@ async def training(path, *settings, fails, admission, shared=None, **options):
             lease=lease,
             stop=stop,
             show=lambda row: None,
-            on_fault=pytest.fail,
+            on_fault=on_fault,
         )
         recording = asyncio.create_task(versions.run())
         await trainer.start()
@@ -252,6 +271,84 @@ async def test_a_learner_that_dies_over_the_last_checkpoint_trains_again(tmp_pat
         assert back == [1], "staleness.control measures again from there"
     assert recover(tmp_path, exists=RunFolder(tmp_path).has).checkpoint.step == 2
     assert verify(tmp_path) == []
+
+
+@asynccontextmanager
+async def resizing(path, *settings, after=2, ranks=2, **options):
+    """A trainer of four steps, after one of which other ranks are wanted; what it called, and lines."""
+    seen = SimpleNamespace(calls=[], lines=[], faults=[])
+    settings = ("steps=4", "learner.checkpoint_every=100", *settings)
+    options |= {"fails": {}, "admission": "sync", "on_fault": seen.faults.append}
+    async with training(path, *settings, **options) as (
+        trainer,
+        learner,
+        fleet,
+    ):
+        learner.on_call, trainer._show_line = seen.calls.append, seen.lines.append
+        trainer._stepped = lambda row, batch: learner.request(ranks) if row.step == after else None
+        async with generating(fleet), asyncio.timeout(PATIENCE_S):
+            yield trainer, learner, fleet, seen
+    assert verify(path) == []
+
+
+async def test_a_learner_gets_other_ranks_from_a_checkpoint_between_two_steps(tmp_path):
+    async with resizing(tmp_path) as (trainer, learner, fleet, seen):
+        await train(trainer, scheduler=fleet.scheduler)
+        assert (learner.num_ranks, trainer._config.learner.world_size, trainer._stats.ranks) == (2, 2, 2)
+        assert seen.calls == ["step", "step", "save", "resize", "start", "publish", "step", "step", "save"]
+        assert seen.lines == ["after step 2 the learner goes from 1 to 2 ranks"]
+        assert learner.steps == 4, "no step is made twice"
+
+
+@pytest.mark.parametrize("call", ["save", "start", "publish"])
+async def test_a_learner_that_dies_as_it_gets_other_ranks_has_them_in_the_end(tmp_path, call):
+    async with resizing(tmp_path) as (trainer, learner, fleet, seen):
+
+        def die(name):
+            seen.calls.append(name)
+            if learner.steps == 2 and seen.calls.count(call) == 1 and name == call:
+                raise PartCrashedError("learner-0", "killed by the test")
+
+        learner.on_call = die
+        await train(trainer, scheduler=fleet.scheduler)
+        assert (trainer.step, learner.num_ranks) == (4, 2)
+        assert learner.steps == (6 if call == "save" else 4), "without the checkpoint it goes back to the first"
+
+
+async def test_a_learner_keeps_its_ranks_without_room_and_without_a_sound_checkpoint(tmp_path):
+    async with resizing(tmp_path, after=1) as (trainer, learner, fleet, seen):
+        learner.room = 1
+        trainer._stepped = lambda row, batch: learner.request(2) if row.step < 4 else None
+
+        def call(name):
+            seen.calls.append(name)
+            learner.fault = "damaged" * (name == "save" and trainer.step == 2)
+
+        learner.on_call = call
+        await train(trainer, scheduler=fleet.scheduler)
+        assert (trainer.step, learner.num_ranks, learner.steps) == (4, 1, 4)
+        assert "start" not in seen.calls
+        assert seen.lines == ["the learner keeps 1 rank, since step 2 has no sound checkpoint"]
+        assert len(seen.faults) == 1
+
+
+@pytest.mark.parametrize(("after", "setting"), [(2, None), (2, "max_rl_seconds=1"), (4, None)])
+async def test_a_run_that_is_about_to_end_keeps_the_ranks_of_its_learner(tmp_path, after, setting):
+    async with resizing(tmp_path, *filter(None, [setting]), after=after) as (trainer, learner, fleet, seen):
+        request = trainer._stepped
+
+        def end(row, batch):
+            request(row, batch)
+            if row.step == after and setting is None:
+                trainer._stop.alarm("unsound")
+            if row.step == after and setting is not None:
+                trainer._stats.totals.rl_s += 10.0
+
+        trainer._stepped = end
+        await train(trainer, scheduler=fleet.scheduler)
+        assert (trainer.step, learner.num_ranks) == (after, 1)
+        assert "resize" not in seen.calls
+        assert seen.calls.count("save") == (setting is not None), "an unsound state is not saved"
 
 
 @pytest.mark.parametrize("dies_in", [None, 4, 5, 6, 7, 8])  # 1 to 3: start, publish, save

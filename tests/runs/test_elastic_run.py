@@ -136,7 +136,7 @@ def test_a_learner_goes_on_with_more_ranks_and_with_fewer_and_a_resume_keeps_the
         train.send(signal.SIGINT)
         output = train.end_with(130)
     assert "the learner goes from 1 to 2 ranks" in output
-    assert "the learner goes from 2 to 1 rank " in output
+    assert "the learner goes from 2 to 1 rank\n" in output
     assert len(events_of(train.run, "partcrashed")) == 1
     before = learners(train.run).count("learner-1")
     last = last_step(train.run)

@@ -47,6 +47,10 @@ class Corpus:
         """Whether a response to a prompt by its digest is kept."""
         return prompt in self._by_prompt
 
+    def has_response(self, rid: str) -> bool:
+        """Whether the response of a request is kept."""
+        return rid in self._kept
+
     def of(self, prompt: bytes) -> list[str]:
         """Return the responses to a prompt by its digest, the oldest first."""
         return [self._kept[rid].text for rid in self._by_prompt.get(prompt, ())]
@@ -64,11 +68,6 @@ class Corpus:
         self.num_bytes += kept.num_bytes
         while self.num_bytes > self._most_bytes:
             self._drop(next(iter(self._kept)))
-
-    def add_new(self, rid: str, prompt: bytes, text: str, *, version: int) -> None:
-        """As `add`, unless a response of this request is kept."""
-        if rid not in self._kept:
-            self.add(rid, prompt, text, version=version)
 
     def drop_stale(self, version: int) -> None:
         """Drop responses that are more than `OLDEST` versions older than `version`, and take no such ones."""

@@ -10,7 +10,7 @@ MEMORY = 32  # steps over which times and rates are averaged
 FIRST = 4  # steps before the first trial
 FASTER = 64  # steps of the faster way until the next trial, at least
 TRIAL = 5  # steps of the slower way; the first one is cold and does not count
-TRIAL_SHARE = 0.01  # of the time, that trials may cost
+TRIAL_SHARE = 0.01  # of the time: most that trials cost
 
 Numbers = npt.NDArray[np.float64]
 
@@ -38,6 +38,7 @@ class DraftChoice:
     trial is short and may mislead.
     """
 
+    used: int = 0  # steps so far
     trials: int = 0
     speedup: float = 1.0  # rate with drafts over the rate without; the last trial counts half
     drafts: bool = False  # the faster way
@@ -50,6 +51,7 @@ class DraftChoice:
         """Begin a step, and return True if it should draft."""
         if self.steps == self.wait + TRIAL:
             self._judge()
+        self.used += 1
         self.steps += 1
         return self.drafts is not (self.steps > self.wait)
 

@@ -134,7 +134,7 @@ class Drafter:
     def speedups(self) -> dict[int, float]:
         """Speed-up by drafts as in `EngineStatus`. Safe to call from any thread."""
         known = [(kind, choice) for kind, choice in self._choices.copy().items() if choice.trials]
-        known.sort(key=lambda item: item[1].trials)
+        known.sort(key=lambda item: item[1].used)
         most_used = {bits: choice.speedup for (bits, _), choice in known}
         return {1 << (bits - 1): round(most_used[bits], 3) for bits in sorted(most_used)}
 
@@ -197,7 +197,8 @@ class Drafter:
         """Keep the responses of other engines that a request brings, unless it has them."""
         prompt = _digest(request.prompt_ids) if request.earlier else b""
         for text in request.earlier:
-            self._corpus.add_new(text.rid, prompt, characters(text.ids), version=text.version)
+            if not self._corpus.has_response(text.rid):
+                self._corpus.add(text.rid, prompt, characters(text.ids), version=text.version)
         for followed in self._followed.values() if request.earlier else ():  # siblings that began before
             if followed.prompt == prompt and not followed.has_earlier:
                 followed.has_earlier = True

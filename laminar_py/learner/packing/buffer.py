@@ -92,14 +92,13 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How steps are packed: microbatches of `max_tokens` on each of `ranks`. Longer trees are cut if `cuts`.
+    """How steps are packed: microbatches of `max_tokens`. Longer trees are cut if `cuts`.
 
     With `by_id` a step is packed in the order of its groups' ids, so that its bins do not depend on the order in
     which groups became ready.
     """
 
     max_tokens: int
-    ranks: int = 1
     by_id: bool = False
     cuts: bool = True
 

@@ -158,7 +158,7 @@ def make_plan(needs: Needs, nodes: Sequence[Node], *, keep: Plan | None = None) 
         stages = [if_alive(place) for place in keep.stages] or stages
     room = _FreeGpus(needs, nodes)
     room.reserve([*replicas, *servers, *stages, *learner])
-    added = room.place_ranks(needs.ranks - len(learner))
+    added = room.place_ranks(needs.ranks - len(learner), beside={place.node for place in learner})
     room.reserve(added)
     learner = (*learner, *added)
     room.learner = learner
@@ -197,25 +197,31 @@ class _FreeGpus:
             self._free[place.node] -= place.gpus
             self._residents[place.node] += 1
 
-    def place_ranks(self, count: int) -> list[NodeSlot]:
+    def place_ranks(self, count: int, *, beside: Collection[str | None] = ()) -> list[NodeSlot]:
         """Place more ranks on as few nodes as possible, so that few replicas lose room. Raises `ConfigError`."""
         needs, free = self._needs, self._free
         wanted, total = count * needs.rank_gpus, sum(free.values())
         if wanted > total:
+            kind = "more GPU" if beside else "GPU"
             raise ConfigError(
-                f"learner.world_size={needs.ranks}: needs {counted(wanted, 'GPU')}, {total} are free on"
+                f"learner.world_size={needs.ranks}: needs {counted(wanted, kind)}, {total} are free on"
                 f" {counted(len(self._nodes), 'node')};"
                 " lower it, set cluster.learner_device=cpu, or join a cluster with more (cluster.address)"
             )
         chosen: list[NodeSlot] = []
-        rest = sorted(self._nodes, key=lambda node: -free[node.id])
+        rest = sorted(self._nodes, key=lambda node: (node.id not in beside, -free[node.id]))
         while free[rest[0].id] < wanted - len(chosen):
             chosen += [NodeSlot(rest[0].id, 1)] * free[rest[0].id]
             rest = rest[1:]
         gpus = wanted - len(chosen)
         last = min(
             (node for node in rest if free[node.id] >= gpus),
-            key=lambda node: (self._lost_replicas(node, gpus), not node.here, free[node.id]),
+            key=lambda node: (
+                node.id not in beside,
+                self._lost_replicas(node, gpus),
+                not node.here,
+                free[node.id],
+            ),
         )
         return [*chosen, *[NodeSlot(last.id, needs.rank_gpus)] * (count - len(chosen))]
 
@@ -404,11 +410,25 @@ class Placement:
                 self._plan_again(await asyncio.to_thread(self._list_nodes))
                 self._looked = began
 
-    async def scale(self, needs: Needs) -> None:
+    async def scale(self, *, replicas: int, gone: frozenset[int] = frozenset()) -> None:
         """Make a new plan for a fleet of another size; live parts keep their places. Raises `RunFailedError`."""
         async with self._looking:
-            self.needs = needs
+            self.needs = replace(self.needs, replicas=replicas, gone=gone)
             self._plan_again(await asyncio.to_thread(self._list_nodes), scaled=True)
+
+    async def scale_learner(self, ranks: int) -> bool:
+        """Make a new plan for so many ranks, the first ones at their places; return False if they have no room.
+
+        Raises `RunFailedError` as `refresh` does.
+        """
+        async with self._looking:
+            nodes = await asyncio.to_thread(self._list_nodes)
+            self._plan_again(nodes)
+            if not self.has_room(ranks):
+                return False
+            self.needs = replace(self.needs, ranks=ranks)
+            self._plan_again(nodes, scaled=True)
+            return True
 
     def has_room(self, ranks: int) -> bool:
         """Whether the learner could have so many ranks beside the parts that have a place now."""
@@ -425,8 +445,8 @@ class Placement:
         """
         alive = {node.id: node for node in nodes}
         self._ips |= {node.id: node.ip for node in alive.values()}
-        # on unused nodes other programs may have taken or freed GPUs
-        self._known = alive | {id: node for id, node in self._known.items() if id in self.plan.nodes & set(alive)}
+        used = self.plan.nodes & set(alive)  # on unused nodes other programs may have taken or freed GPUs
+        self._known = alive | {id: node for id, node in self._known.items() if id in used}
         gone = self.plan.nodes - set(alive)
         replicas = [place for index, place in enumerate(self.plan.replicas) if index not in self.needs.gone]
         if not gone and not scaled and None not in (*replicas, *self.plan.servers):

@@ -97,7 +97,6 @@ from laminar_py.runtime.workers.segments import RunSegments, restore_live
 from laminar_py.runtime.workers.trackers import Trackers
 
 log = logging.getLogger(__name__)
-
 Reports: TypeAlias = Sequence[tuple[ReplicaConnection, ReplicaReport]]
 Result: TypeAlias = Summary | EvalSummary
 
@@ -302,6 +301,7 @@ class Controller:
             alarms=self._alarms,
             learner=learner,
         )
+        self._alarms.unquantize = requests.unquantize
         trainer = Trainer(
             incarnation,
             scheduler=scheduler,

@@ -13,7 +13,6 @@ finish there; else they continue on other replicas. Other replicas neither stop 
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 
 from laminar_py.config.changes import scaled
 from laminar_py.config.rollout import OnNewWeights
@@ -87,10 +86,7 @@ class ElasticFleet:
 
     async def _plan(self) -> None:
         """Place joined replicas, free the places of replicas that have left, and wake the dispatch loop."""
-        needs = replace(
-            self._placement.needs, replicas=len(self._views.by_index), gone=frozenset(self._replicas.left)
-        )
-        await self._placement.scale(needs)
+        await self._placement.scale(replicas=len(self._views.by_index), gone=frozenset(self._replicas.left))
         self._dispatch_loop.wake()
 
     async def end_leaving(self) -> None:

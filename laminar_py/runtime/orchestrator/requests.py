@@ -1,9 +1,10 @@
 """Changes of settings that a user asks of a running run, by `laminar set` and `laminar scale`.
 
 Owned by the controller. The commands leave sets of `key=value` in the run's folder (`ledger.requests`), which stay
-there until they are on record. A set is checked as one. A change of the fleet begins at once. Other changes wait
-until the learner has no batch, so that each batch follows one bound on staleness (law 12). The trainer calls
-`stepped` after each step, which also lets `staleness.control` change settings.
+there until they are on record. A set is checked as one. A change of the fleet begins at once. Ranks of the learner
+wait for GPUs, and the trainer makes that change. Other settings wait until the learner has no batch, so that each
+batch follows one bound on staleness (law 12). The trainer calls `stepped` after each step, which also lets
+`staleness.control` change settings.
 """
 
 import asyncio
@@ -49,7 +50,6 @@ class SettingRequests:
         self._run, self._inputs, self._ledger = incarnation.run.path, incarnation.inputs, incarnation.ledger
         self._scoring, self._dispatch_loop, self._alarms = scoring, dispatch_loop, alarms
         self._replicas = replicas
-        alarms.unquantize = self.unquantize
         self._settings = LiveSettings(
             incarnation.config,
             scheduler=scheduler,
@@ -67,6 +67,8 @@ class SettingRequests:
             show_line=alarms.show_line,
         )
         self._waiting: list[tuple[int, list[str]]] = []  # sets for the end of a step, with numbers of their files
+        self._of_ranks: int | None = None  # number of the file with the wanted ranks
+        self._looks_s = 0.0  # when to look for room for them again
         self._taken = set[int]()  # numbers of files with settings that are not on record yet
         self._number = 0  # of the next file
 
@@ -81,9 +83,9 @@ class SettingRequests:
                 for settings in wanted:
                     await self._take(settings)
                 self._number += 1
-            if self._waiting:
-                await self._placement.refresh(age_s=RETRY_S)  # a node may have joined
-            if self._waiting and self._settings.may_change:
+            if self._learner.requested is not None:
+                await self._find_room(self._learner.requested)
+            if self._settings.may_change:
                 self._change_waiting()
             await self._forget_recorded()
             await self._fleet.end_leaving()
@@ -107,39 +109,52 @@ class SettingRequests:
         """Check a set of settings; change the fleet, and keep the others for the end of the learner's step."""
         try:
             changed(self._settings.config, *(one for _, waiting in self._waiting for one in waiting), *settings)
-            others = [setting for setting in settings if parse_change(setting)[0] != REPLICAS]
-            for setting in settings:
-                if setting not in others:
-                    self._show(await self._fleet.resize(parse_change(setting)[1]))
-            if others:
+            values = dict(map(parse_change, settings))
+            if REPLICAS in values:
+                self._show(await self._fleet.resize(values[REPLICAS]))
+            if RANKS in values:
+                self._request_ranks(values[RANKS])
+            if others := [f"{name}={value}" for name, value in values.items() if name not in (REPLICAS, RANKS)]:
                 self._waiting.append((self._number, others))
-                if not self._has_room(others):
-                    self._show(f"{' '.join(others)}: waits until so many GPUs are free")
         except ConfigError as error:
             self._show(str(error))
 
+    def _request_ranks(self, ranks: int) -> None:
+        """Request so many ranks of the learner, in place of an earlier request."""
+        self._learner.drop_request()
+        if ranks == self._learner.num_ranks:
+            self._show(f"{RANKS} is {ranks} already")
+            return
+        self._learner.requested, self._of_ranks, self._looks_s = ranks, self._number, 0.0
+        if not self._placement.has_room(ranks):
+            self._show(f"{RANKS}={ranks}: waits until so many GPUs are free")
+
+    async def _find_room(self, ranks: int) -> None:
+        """Look every `RETRY_S` whether there is room for so many ranks; the learner then resizes."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._looks_s:
+            self._looks_s = now + RETRY_S
+            await self._placement.refresh(age_s=RETRY_S)  # a node may have joined
+            if ranks == self._learner.requested and self._placement.has_room(ranks):
+                self._learner.resizing.set()
+
     def _change_waiting(self) -> None:
-        """Make the changes that waited and have room, in the order of their requests."""
+        """Make the changes that waited, in the order of their requests, and record other ranks of the learner."""
+        if self._learner.requested is None:
+            self._of_ranks = None
         waiting, self._waiting = self._waiting, []
-        for number, settings in waiting:
-            if not self._has_room(settings):
-                self._waiting.append((number, settings))
-                continue
+        ranks = self._learner.num_ranks
+        if ranks != self._settings.config.learner.world_size:
+            waiting.append((0, [f"{RANKS}={ranks}"]))
+        for _, settings in waiting:
             try:
                 self._show(self._settings.change(*settings, by=USER))
-                if RANKS in dict(map(parse_change, settings)):
-                    self._learner.ask(self._settings.config)
             except ConfigError as error:
                 self._show(str(error))
 
-    def _has_room(self, settings: Sequence[str]) -> bool:
-        """Whether there are GPUs for the ranks that settings name."""
-        ranks = dict(map(parse_change, settings)).get(RANKS)
-        return ranks is None or self._placement.has_room(ranks)
-
     async def _forget_recorded(self) -> None:
         """Delete files of settings once these are on disk in the ledger."""
-        if done := self._taken - {number for number, _ in self._waiting}:
+        if done := self._taken - {number for number, _ in self._waiting} - {self._of_ranks}:
             await self._ledger.commit()
             for number in done:
                 await asyncio.to_thread(forget_wanted, self._run, number)

@@ -1,7 +1,8 @@
-"""The learner's side of a run: batches, steps, checkpoints, and the restart after a crash of the learner.
+"""The learner's side of a run: batches, steps, checkpoints, and restarts of the learner.
 
-Called by the loop `controller.train`. A step and the consumption of its trajectories are one transaction of the
-ledger, and steps after the last checkpoint can be undone (law 1).
+It restarts after a crash, and with another number of ranks. Called by the loop `controller.train`. A step and
+the consumption of its trajectories are one transaction of the ledger, and steps after the last checkpoint can be
+undone (law 1).
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from laminar_py.config.changes import resized
 from laminar_py.config.rollout import Schedule
 from laminar_py.control.consumption import StepBatch
 from laminar_py.control.lease import DeviceLease, leased_batch
@@ -187,56 +189,82 @@ class Trainer:
     async def next_batch(self) -> StepBatch | None:
         """Wait for the next batch; return None if the run must end: a stop, all steps done, `max_rl_seconds`.
 
-        Raises PartCrashedError if the learner crashes while it completes a version or a checkpoint, and any other
-        error of a checkpoint.
+        The learner gets other ranks before, if the user wants them. Raises PartCrashedError if the learner crashes
+        while it completes a version or a checkpoint, and any other error of a checkpoint.
         """
-        if self.is_done:
-            return None
-        if self._learner.resizing.is_set():
-            await self._resize()
+        while not self.is_done:
+            if self._resizes:
+                await self._resize()
+            batch = await self._wait_for_batch()
+            if batch is not None or not self._resizes:
+                return batch
+        return None
+
+    @property
+    def _left_s(self) -> float | None:
+        """Seconds of RL that are left; None without a limit."""
+        limit = self._config.max_rl_seconds
+        return None if limit is None else max(0.0, limit - self._stats.rl_s)
+
+    @property
+    def _resizes(self) -> bool:
+        """Whether the user wants other ranks of the learner, and the run continues."""
+        return self._learner.resizing.is_set() and not self._stop.asked.is_set() and self._left_s != 0.0
+
+    async def _wait_for_batch(self) -> StepBatch | None:
+        """Wait for the next batch; return None if the run must end, or other ranks are wanted."""
         ends_after_batch = self._config.schedule is Schedule.SYNC
         awaited = f"step {self.step + 1}" if ends_after_batch else f"the checkpoint of step {self.step}"
         SIGNALS.enter(awaited, self._cost_of_end)
-        groups, limit = self._config.fresh_groups, self._config.max_rl_seconds
+        groups, left = self._config.fresh_groups, self._left_s
         work = leased_batch(self._lease, self._scheduler, groups=groups, version=self.version, step=self.step)
         take = asyncio.create_task(work, name="next-batch")
         stop = asyncio.create_task(self._pause_on_stop(), name="stop")
-        failures = [
+        others = [
             asyncio.create_task(self._versions.wait_until_lost(), name="version-lost"),
             asyncio.create_task(self._checkpoints.any_failure(), name="checkpoint-failed"),
             asyncio.create_task(self._learner.resizing.wait(), name="learner-resizes"),
         ]
-        left = None if limit is None else max(0.0, limit - self._stats.rl_s)
         try:
-            await asyncio.wait([take, stop, *failures], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([take, stop, *others], timeout=left, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             await self._give_back(take)
             raise
         finally:
             stopped, failure = stop.done(), self._versions.lost or self._checkpoints.failure
-            for task in (stop, *failures):
+            for task in (stop, *others):
                 task.cancel()
         if take.done() and failure is None and not stopped and left != 0.0:
             return take.result()
         await self._give_back(take)
         if failure is not None and not stopped:
             raise failure
-        return await self.next_batch() if self._learner.resizing.is_set() and not stopped else None
+        return None
 
     async def _resize(self) -> None:
-        """Start the learner with the ranks that the user wants, from this step. Raises PartCrashedError."""
+        """Start the learner with the ranks that the user wants, from a checkpoint of this step.
+
+        It keeps its ranks if GPUs for others are no longer free, or the checkpoint has a fault.
+
+        Raises PartCrashedError.
+        """
         if self._saved_step != self.step:
             await self._save()
         await self._checkpoints.finish()
         await self._versions.recorded()
         if self._versions.lost is not None:
             raise self._versions.lost
-        before = self._config.learner.world_size
-        self._config = await self._learner.resize()
-        self._checkpoints.start_over()
-        ranks = self._stats.ranks = self._config.learner.world_size
-        self._show_line(f"the learner goes from {before} to {counted(ranks, 'rank')} with step {self.step}")
-        await self.start()
+        last, before = self._checkpoints.last, self._learner.num_ranks
+        if last is None or last.step != self.step:
+            ranks_now = counted(before, "rank")
+            self._show_line(f"the learner keeps {ranks_now}, since step {self.step} has no sound checkpoint")
+            self._learner.drop_request()
+        elif await self._learner.resize():
+            ranks = self._stats.ranks = self._learner.num_ranks
+            self._config = resized(self._config, ranks)
+            self._checkpoints.start_over()
+            self._show_line(f"after step {self.step} the learner goes from {before} to {counted(ranks, 'rank')}")
+            await self.start()
 
     async def _give_back(self, take: asyncio.Task[StepBatch]) -> None:
         """Cancel a task that waits for a batch, and put back a batch that it already has."""

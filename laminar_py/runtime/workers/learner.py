@@ -12,14 +12,13 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from laminar_py.config.run import RunConfig
+from laminar_py.config.changes import resized
 from laminar_py.engines.sglang.settings import KEY_ENV
 from laminar_py.learner.packing.buffer import PackQueue
 from laminar_py.learner.packing.packer import Packed, StepWeights
@@ -76,7 +75,7 @@ class LearnerKeeper(Keeper):
     def __init__(
         self, incarnation: Incarnation, *, relays: Relays, show: Callable[[LearnerProgress], None]
     ) -> None:
-        super().__init__(incarnation, *_rank_names(incarnation.config))
+        super().__init__(incarnation, *_rank_names(incarnation.config.learner.world_size))
         self._run_dir = incarnation.run.path
         self._relays = relays
         self._show = show
@@ -85,8 +84,8 @@ class LearnerKeeper(Keeper):
         self._started: LearnerStarted | None = None
         self.gpus: tuple[RankGpus, ...] = ()  # [ranks] of the processes that started last
         self._checkpoint: Path | None = None
-        self._wanted = incarnation.config
-        self.resizing = asyncio.Event()  # set from `ask` to `resize`
+        self.requested: int | None = None  # number of ranks that the user wants
+        self.resizing = asyncio.Event()  # set when there is room for them; the trainer then calls `resize`
 
     async def start(self, checkpoint: Path | None) -> LearnerStarted:
         """Load, warm-start or restore the model on all ranks; return its sizes. Raises PartCrashedError."""
@@ -95,19 +94,32 @@ class LearnerKeeper(Keeper):
         assert self._started is not None, "a started learner has sizes"
         return self._started
 
-    def ask(self, config: RunConfig) -> None:
-        """Ask for the ranks of a changed config; the trainer calls `resize` between two steps."""
-        self._wanted = config
-        self.resizing.set()
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self._names)
 
-    async def resize(self) -> RunConfig:
-        """End all ranks, plan for those asked for, and return their config; `start` starts them."""
+    def drop_request(self) -> None:
+        """Forget the number of ranks that the user wants."""
+        self.requested = None
+        self.resizing.clear()
+
+    async def resize(self) -> bool:
+        """End all ranks and plan for those requested, which `start` starts; False, without a change, for no room.
+
+        Raises `RunFailedError` if the nodes have no room for the run.
+        """
+        ranks = self.requested
+        assert ranks is not None, "a request sets `resizing`"
+        self.resizing.clear()
+        if ranks > self.num_ranks and not await self._placement.scale_learner(ranks):
+            return False
         self.kill()
         self.parts, self.is_up = (), False
-        self.resizing.clear()
-        self._config, self._names = self._wanted, _rank_names(self._wanted)
-        await self._placement.scale(replace(self._placement.needs, ranks=len(self._names)))
-        return self._config
+        if ranks < self.num_ranks:
+            await self._placement.scale_learner(ranks)
+        self._config, self._names, self.requested = resized(self._config, ranks), _rank_names(ranks), None
+        return True
 
     def places(self) -> Sequence[NodeSlot | None]:
         """Return the places of all ranks."""
@@ -270,9 +282,9 @@ class LearnerKeeper(Keeper):
         return PartCrashedError(error.part, f"{error.reason}; {where} was last seen in: {activity}")
 
 
-def _rank_names(config: RunConfig) -> tuple[str, ...]:
+def _rank_names(ranks: int) -> tuple[str, ...]:
     """Return the names of the ranks' processes."""
-    return tuple(f"learner-{rank}" for rank in range(config.learner.world_size))
+    return tuple(f"learner-{rank}" for rank in range(ranks))
 
 
 def _first_fault(faults: Sequence[object]) -> str:
