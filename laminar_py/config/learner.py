@@ -55,6 +55,15 @@ def check_lora(lora: LoraConfig | None, *, random_start: bool, quantizes: bool) 
         )
 
 
+def check_rounding(learner: "LearnerConfig", *, quantizes: bool) -> None:
+    """Raise `ConfigError` for a learner that rounds weights which engines serve as published."""
+    if learner.rounds_weights and not quantizes:
+        raise ConfigError(
+            "learner.rounds_weights=true: engines serve weights as published; set rollout.engine.quantization=fp8,"
+            " or learner.rounds_weights=false"
+        )
+
+
 class Decay(StrEnum):
     """How the learning rate falls after its warm-up."""
 
@@ -148,6 +157,11 @@ class LearnerConfig(Section):
     keeps its share in fp32: 4 bytes a parameter over `shard_ranks`. `whole`: each rank keeps the gradients of all
     parameters, 4 bytes each, and ranks sum them once an update, which saves traffic. With one rank both are the
     same."""
+    rounds_weights: bool = False
+    """With `rollout.engine.quantization`: compute with weights rounded to e4m3 by blocks of 128 x 128, as `local`
+    does; engine and learner then differ no more than in a run without. SGLang has scales of its own, and nothing
+    was measured with it. Updates change weights that are not rounded. A mismatch beyond the bound ends the run.
+    Not for models with experts."""
     lora: LoraConfig | None = None
     """Train adapters instead of all weights; none: train all weights."""
     publish_every: Count = 1

@@ -30,7 +30,13 @@ from laminar_py.config.data import DataConfig, ModelConfig
 from laminar_py.config.engine import BACKENDS
 from laminar_py.config.environment import AnyEnvironmentConfig, check_environment
 from laminar_py.config.evaluation import EvalConfig, check_evaluation
-from laminar_py.config.learner import LearnerConfig, PackerConfig, check_lora, check_microbatches
+from laminar_py.config.learner import (
+    LearnerConfig,
+    PackerConfig,
+    check_lora,
+    check_microbatches,
+    check_rounding,
+)
 from laminar_py.config.replay import check_replay
 from laminar_py.config.reward import RewardConfig, check_sets
 from laminar_py.config.rollout import (
@@ -144,6 +150,7 @@ class RunConfig(Section):
         check_reference(algorithm, random_start=random_start)
         check_teaching(algorithm, rollout, self.reward)
         check_lora(self.learner.lora, random_start=random_start, quantizes=rollout.engine.quantizes)
+        check_rounding(self.learner, quantizes=rollout.engine.quantizes)
         check_schedule(self.schedule, self.staleness, publish_every=self.learner.publish_every)
         check_planner(self.repack, self.schedule, rollout)
         check_evaluation(self.eval, rollout)

@@ -30,6 +30,7 @@ from laminar_py.learner.model import next_logprobs, policy_logprobs
 from laminar_py.learner.optimizer import Optimizer
 from laminar_py.learner.proof import StepProver, next_tokens, probe_batch
 from laminar_py.learner.reference import open_reference
+from laminar_py.learner.rounding import Rounding
 from laminar_py.learner.trained import open_model, set_gradient_sync
 from laminar_py.records.codec import IntArray
 from laminar_py.records.metrics import StepMetrics, Work
@@ -65,12 +66,14 @@ class Learner:
         seed: int,
         total_steps: int | None = None,
         mesh: DeviceMesh | None = None,
+        rounding: Rounding | None = None,
     ) -> None:
-        """`total_steps` counts the whole run's steps; a decay of the learning rate needs it."""
-        self._algorithm = algorithm
+        """`total_steps` of the whole run is for a decay of the rate, `rounding` for the policy's forward."""
+        self._algorithm, self._settings = algorithm, settings
         self.ranks = Ranks(mesh, context_parallel=settings.context_parallel)  # with the position of this rank
-        self._settings = settings
-        self.model, self._adapters = open_model(model, settings, self.ranks, seed=seed, temperature=temperature)
+        self.model, self._adapters = open_model(
+            model, settings, self.ranks, seed=seed, temperature=temperature, rounding=rounding
+        )
         self._reference = open_reference(
             self.model,
             algorithm,

@@ -9,6 +9,7 @@ from laminar_py.config.learner import Accumulate, LearnerConfig, ReduceDtype, ch
 from laminar_py.learner.distributed import Ranks
 from laminar_py.learner.layers import compile_layers, recompute_activations
 from laminar_py.learner.model import add_value_head, kv_heads, load_policy
+from laminar_py.learner.rounding import Rounding, round_weights
 from laminar_py.learner.sharding import shard
 
 if TYPE_CHECKING:  # peft is an extra, and takes seconds to import
@@ -23,6 +24,7 @@ def open_model(
     seed: int,
     temperature: float = 1.0,
     is_critic: bool = False,
+    rounding: Rounding | None = None,
 ) -> tuple[PreTrainedModel, "LoraAdapters | None"]:
     """Load a model, add adapters, change its layers and shard it as `settings` say; return it with the adapters.
 
@@ -42,6 +44,8 @@ def open_model(
         adapters = LoraAdapters(model, settings.lora, base=source.path, seed=seed)
         if is_critic:
             model.get_output_embeddings().weight.requires_grad_(True)
+    if rounding is not None:
+        round_weights(model, rounding)
     check_heads(kv_heads(model.config), settings.context_parallel)
     model.context = ranks.context
     recompute_activations(model, settings.recompute)

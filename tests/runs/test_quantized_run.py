@@ -42,6 +42,25 @@ def test_a_run_with_rounded_weights_has_its_mismatch_and_both_digests_on_record(
     forget_versions(train.run)
 
 
+def test_engines_and_a_learner_that_round_alike_agree_and_a_mismatch_ends_the_run(tmp_path):
+    rounds = (*FP8, "learner.rounds_weights=true", "learner.lr=1e-3")
+    with TrainProcess(tmp_path, *rounds) as train:
+        finish(train)
+    gaps = [row["mismatch_mean"] for row in map(json.loads, (train.run / "metrics.jsonl").open())]
+    assert any(gap is not None for gap in gaps)
+    assert max(filter(None, gaps), default=0.0) < 1e-4
+    assert verify(train.run) == []
+    with TrainProcess(tmp_path, *rounds, "rollout.engine.max_mismatch=1e-12", "steps=9", resume=True) as train:
+        output = train.end_with(1)
+    assert "resume with rollout.engine.quantization=none learner.rounds_weights=false" in " ".join(output.split())
+    assert not events(train.run, Unquantized)
+    with TrainProcess(
+        tmp_path, "rollout.engine.quantization=none", "learner.rounds_weights=false", "steps=9", resume=True
+    ) as train:
+        finish(train)
+    forget_versions(train.run)
+
+
 def test_beyond_the_bound_all_replicas_go_back_to_published_weights_and_a_resume_keeps_that(tmp_path):
     with TrainProcess(tmp_path, *FP8, "rollout.engine.max_mismatch=1e-6") as train:
         output = finish(train)

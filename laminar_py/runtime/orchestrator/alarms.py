@@ -78,7 +78,7 @@ class Alarms:
         self.step = 0  # of the learner
         self._reactions = config.alarms
         self._ledger = incarnation.ledger
-        self._stop = stop
+        self._stop, self._learner_rounds = stop, config.learner.rounds_weights
         self.show_line = show_line
         self._told: set[tuple[str, str]] = set()
         self._early: list[AnyEvent] = []  # from before the ledger began
@@ -147,6 +147,13 @@ class Alarms:
         """Compare a mean difference in nats with the bound of rounded weights; return whether it is beyond."""
         if not self._gate.closes(mismatch, of_probes=of_probes):
             return False
+        if self._learner_rounds:
+            self._stop(
+                f"step {self.step}: {where} differ by {mismatch:.3g} nats in the mean, beyond"
+                " rollout.engine.max_mismatch, although engines and learner both round their weights; resume with"
+                " rollout.engine.quantization=none learner.rounds_weights=false"
+            )
+            return True
         event = Unquantized(step=self.step, mismatch=min(mismatch, BEYOND), where=where)
         line = f"step {self.step}: {event.describe()}; rollout.engine.max_mismatch bounds it"
         log.warning("%s", line)

@@ -297,6 +297,7 @@ def initial_folder(config: RunConfig) -> Path:
 def _check_learner(config: RunConfig) -> None:
     """Refuse settings that the learner's device or model does not allow."""
     learner, device = config.learner, config.learner_device
+    _check_rounding(config)
     if config.algorithm.objective_file is not None:
         find_file(config.algorithm.objective_file, field="algorithm.objective")
     if learner.offload and device is not Device.CUDA:
@@ -339,6 +340,15 @@ def check_engine(config: RunConfig) -> None:
     kind = config.rollout.engine.kind
     with BACKENDS.naming_package(kind):
         BACKENDS.get(kind).check_start(config)
+
+
+def _check_rounding(config: RunConfig) -> None:
+    """Raise ConfigError if `learner.rounds_weights` is set and the model has experts."""
+    if config.learner.rounds_weights and read_sizes(config.model.path).num_experts_per_tok is not None:
+        raise ConfigError(
+            f"learner.rounds_weights=true: the model in model.path={config.model.path} has experts, which the"
+            " learner does not round; set it to false"
+        )
 
 
 def check_adapters(config: RunConfig) -> None:

@@ -22,12 +22,14 @@ from laminar_py.config.engine import BACKENDS, LearnerStandIn
 from laminar_py.config.run import RunConfig
 from laminar_py.config.section import ConfigError
 from laminar_py.config.warm_start import WARM_STARTS
+from laminar_py.engines.local import fp8
 from laminar_py.engines.model_sizes import read_sizes, served_dtype
 from laminar_py.engines.sglang.scoring import ServedModel
 from laminar_py.learner.distributed import COMPUTES_S, STANDS_S, group_of, join_group
 from laminar_py.learner.losses.objectives import try_objective
 from laminar_py.learner.packing.packer import Bundle, microbatches
 from laminar_py.learner.reference import FrozenModel
+from laminar_py.learner.rounding import Rounding
 from laminar_py.learner.step import Learner
 from laminar_py.ledger.segments.reader import PayloadReader, complete_all
 from laminar_py.records.codec import IntArray
@@ -267,6 +269,7 @@ def _real_learner(
         seed=config.seed,
         total_steps=config.steps,
         mesh=mesh,
+        rounding=Rounding(fp8.is_quantized, fp8.rounded) if config.learner.rounds_weights else None,
     )
     num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     choice = learner.model.attention_choice
