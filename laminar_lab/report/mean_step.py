@@ -14,6 +14,7 @@ import numpy as np
 from laminar_lab.report.pipeline import Pipeline
 from laminar_lab.report.snapshot import Samples
 from laminar_lab.report.trajectories import Ints, Times, Trajectories
+from laminar_py.config.algorithm import Objective
 from laminar_py.config.rollout import Schedule
 from laminar_py.config.run import RunConfig
 from laminar_py.records.codec import BoolArray
@@ -65,8 +66,11 @@ def measure_use(fleet: Sequence[FleetRow], *, max_batch: int) -> Use | None:
     )
 
 
-def measure_age(steps: Sequence[StepRow]) -> Age:
-    """Return the costs over these steps, without figures that are not finite."""
+def measure_age(steps: Sequence[StepRow], *, weighs: bool = True) -> Age:
+    """Return the costs over these steps, without figures that are not finite.
+
+    An objective that `weighs` no token by a ratio of policies loses nothing.
+    """
     shares = defaultdict[str, list[tuple[float, int]]](list)
     divergences = defaultdict[str, list[tuple[float, int]]](list)
     for row in steps:
@@ -75,7 +79,7 @@ def measure_age(steps: Sequence[StepRow]) -> Age:
             divergences[bucket].append((tokens.kl_behaviour_k3, tokens.num_tokens))
     effective = _mean([(row.effective_share, 1) for row in steps], default=1.0)
     fresh = _mean(shares[FRESH], default=1.0)
-    lost = max(0.0, 1.0 - effective / fresh) if fresh else 0.0
+    lost = max(0.0, 1.0 - effective / fresh) if fresh and weighs else 0.0
     return Age(
         lost=lost,
         kl={bucket: _mean(found, default=0.0) for bucket, found in sorted(divergences.items())},
@@ -267,7 +271,7 @@ def mean_step(
         microbatches=tokens / (config.packer.max_tokens * config.learner_ranks),
         use=use,
         cpu_s=_cpu_s(config, use, times, mean(pipeline.measured_s)),
-        age=measure_age(samples.steps),
+        age=measure_age(samples.steps, weighs=config.algorithm.objective is not Objective.BALANCE),
         drafts=sum_drafts(row.drafts for row in samples.steps),
         speedups=samples.steps[-1].draft_speedups if samples.steps else {},
     )

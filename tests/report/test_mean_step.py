@@ -114,4 +114,5 @@ def test_weight_that_age_takes_is_counted_beside_fresh_data_and_what_is_not_fini
     age = measure_age([first, second, broken])
     assert age.lost == pytest.approx(1 - 0.675 / 0.9)
     assert age.kl == pytest.approx({"0": 0.001, "3-4": 0.03})
+    assert measure_age([first, second, broken], weighs=False).lost == 0.0
     assert measure_age([]) == Age(lost=0.0, kl={})
