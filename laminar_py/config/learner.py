@@ -55,12 +55,19 @@ def check_lora(lora: LoraConfig | None, *, random_start: bool, quantizes: bool) 
         )
 
 
-def check_rounding(learner: "LearnerConfig", *, quantizes: bool) -> None:
-    """Raise `ConfigError` for a learner that rounds weights which engines serve as published."""
-    if learner.rounds_weights and not quantizes:
+def check_rounding(learner: "LearnerConfig", *, quantizes: bool, refers: bool) -> None:
+    """Raise `ConfigError` for a learner that rounds weights alone, without engines or without its reference."""
+    if not learner.rounds_weights:
+        return
+    if not quantizes:
         raise ConfigError(
-            "learner.rounds_weights=true: engines serve weights as published; set rollout.engine.quantization=fp8,"
-            " or learner.rounds_weights=false"
+            "learner.rounds_weights=true: engines serve weights as published; set rollout.engine.quantization=fp8"
+            " (with a larger max_mismatch in a run that went back from it), or learner.rounds_weights=false"
+        )
+    if refers:
+        raise ConfigError(
+            "learner.rounds_weights=true: a reference model or a teacher is not rounded, so that a policy would"
+            " differ from it at the start; leave out one of the two"
         )
 
 
@@ -159,9 +166,9 @@ class LearnerConfig(Section):
     same."""
     rounds_weights: bool = False
     """With `rollout.engine.quantization`: compute with weights rounded to e4m3 by blocks of 128 x 128, as `local`
-    does; engine and learner then differ no more than in a run without. SGLang has scales of its own, and nothing
-    was measured with it. Updates change weights that are not rounded. A mismatch beyond the bound ends the run.
-    Not for models with experts."""
+    does, so that rounding is no mismatch. SGLang has scales of its own, and nothing was measured with it. The
+    optimizer updates the unrounded weights. A mismatch beyond the bound is an alarm (`alarms.probes`). Not for
+    models with experts, nor beside a reference model or a teacher."""
     lora: LoraConfig | None = None
     """Train adapters instead of all weights; none: train all weights."""
     publish_every: Count = 1

@@ -150,7 +150,8 @@ class RunConfig(Section):
         check_reference(algorithm, random_start=random_start)
         check_teaching(algorithm, rollout, self.reward)
         check_lora(self.learner.lora, random_start=random_start, quantizes=rollout.engine.quantizes)
-        check_rounding(self.learner, quantizes=rollout.engine.quantizes)
+        compared = algorithm.has_reference or algorithm.teacher is not None
+        check_rounding(self.learner, quantizes=rollout.engine.quantizes, refers=compared)
         check_schedule(self.schedule, self.staleness, publish_every=self.learner.publish_every)
         check_planner(self.repack, self.schedule, rollout)
         check_evaluation(self.eval, rollout)

@@ -55,9 +55,8 @@ def served_dtype(model_dir: Path, *, field: str = "model.path") -> str:
 def _read(model_dir: Path, type_: type[_T], *, field: str) -> _T:
     remedy = "name the Hugging Face folder of a language model"
     try:
-        return msgspec.convert(
-            json.loads((model_dir / "config.json").read_bytes()), type_
-        )  # Infinity stands in some
+        # not by msgspec alone, which refuses the Infinity of some files
+        return msgspec.convert(json.loads((model_dir / "config.json").read_bytes()), type_)
     except OSError as error:
         raise ConfigError(
             f"{field}={model_dir}: config.json cannot be read ({error.strerror}); {remedy}"

@@ -21,22 +21,28 @@ class Rounding:
     rounded: Callable[[Tensor], Tensor]
 
 
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
-        return rounded(weight)
+class _RoundedProduct(torch.autograd.Function):
+    """Product of rows and rounded weights; the backward pass rounds them again, so that no copy is kept."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.rounded = rounded
+        return F.linear(rows, rounded(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,), (rows, weight) = gradients, ctx.saved_tensors
+        of_weight = gradient.flatten(0, -2).T @ rows.flatten(0, -2)
+        return gradient @ ctx.rounded(weight), of_weight, None
 
 
 class _RoundedLinear(nn.Linear):
     rounded: Callable[[Tensor], Tensor]
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = _StraightThrough.apply(self.weight, self.rounded)  # type: ignore[no-untyped-call]
-        return F.linear(input, weight, self.bias)
+        product: Tensor = _RoundedProduct.apply(input, self.weight, self.rounded)  # type: ignore[no-untyped-call]
+        return product if self.bias is None else product + self.bias
 
 
 def round_weights(model: nn.Module, rounding: Rounding) -> None:

@@ -28,6 +28,11 @@ class Ranks:
     def __init__(self):
         self.num_ranks, self.requested, self.resizing = 1, None, asyncio.Event()
 
+    def request(self, ranks):
+        self.drop_request()
+        self.requested = ranks if ranks != self.num_ranks else None
+        return self.requested is not None
+
     def drop_request(self):
         self.requested = None
         self.resizing.clear()

@@ -315,6 +315,32 @@ async def test_a_learner_that_dies_as_it_gets_other_ranks_has_them_in_the_end(tm
         assert learner.steps == (6 if call == "save" else 4), "without the checkpoint it goes back to the first"
 
 
+@pytest.mark.parametrize("withdrawn", [False, True])
+async def test_a_request_that_is_withdrawn_or_comes_before_a_stop_in_the_checkpoint_changes_nothing(
+    tmp_path, withdrawn
+):
+    async with resizing(tmp_path) as (trainer, learner, fleet, seen):
+
+        def call(name):
+            seen.calls.append(name)
+            if name == "save" and trainer.step == 2:
+                learner.drop_request() if withdrawn else trainer._stop.asked.set()
+
+        learner.on_call = call
+        await train(trainer, scheduler=fleet.scheduler)
+        assert "resize" not in seen.calls
+        assert (trainer.step, learner.num_ranks) == ((4 if withdrawn else 3), 1), "a begun batch is trained"
+
+
+async def test_a_request_wakes_a_learner_that_waits_for_a_batch(tmp_path):
+    async with resizing(tmp_path, after=-1) as (trainer, learner, fleet, _):
+        running = asyncio.create_task(train(trainer, scheduler=fleet.scheduler))
+        await asyncio.sleep(0)
+        learner.request(2)
+        await running
+        assert (trainer.step, learner.num_ranks, learner.steps) == (4, 2, 4)
+
+
 async def test_a_learner_keeps_its_ranks_without_room_and_without_a_sound_checkpoint(tmp_path):
     async with resizing(tmp_path, after=1) as (trainer, learner, fleet, seen):
         learner.room = 1

@@ -57,7 +57,7 @@ def test_engines_and_a_learner_that_round_alike_agree_and_a_mismatch_ends_the_ru
     with TrainProcess(
         tmp_path, "rollout.engine.quantization=none", "learner.rounds_weights=false", "steps=9", resume=True
     ) as train:
-        finish(train)
+        train.end_with(0)
     forget_versions(train.run)
 
 

@@ -21,12 +21,14 @@ class Rate:
 
     tokens: float = 0.0
     seconds: float = 0.0
+    steps: float = 0.0
 
     def add(self, tokens: float, seconds: float) -> None:
         """Add a step."""
         kept = 1 - 1 / MEMORY
         self.tokens = kept * self.tokens + tokens
         self.seconds = kept * self.seconds + seconds
+        self.steps = kept * self.steps + 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,8 +66,8 @@ class DraftChoice:
 
     def _judge(self) -> None:
         """Compare a trial with the steps before it, and plan the next."""
-        gain = self.tried.tokens * self.rate.seconds / max(1e-9, self.rate.tokens * self.tried.seconds)
-        self.steps, self.tried = 0, Rate()
+        rate, tried, self.steps, self.tried = self.rate, self.tried, 0, Rate()
+        gain = tried.tokens * rate.seconds / max(1e-9, rate.tokens * tried.seconds)
         if not gain:  # the first steps of an engine do not count
             return
         found = 1 / gain if self.drafts else gain
@@ -75,8 +77,9 @@ class DraftChoice:
             self.drafts = not self.drafts
             self.rate, self.wait = Rate(), FASTER
             return
-        slowdown = max(self.speedup, 1 / self.speedup) - 1
-        self.wait = max(FASTER, min(2 * self.wait, round(TRIAL * slowdown / TRIAL_SHARE)))
+        lost_s = TRIAL / tried.steps * (tried.seconds - tried.tokens * rate.seconds / rate.tokens)
+        wanted = lost_s * rate.steps / rate.seconds / TRIAL_SHARE  # steps
+        self.wait = round(max(FASTER, min(2 * self.wait, wanted)))
 
 
 class StepTimes:

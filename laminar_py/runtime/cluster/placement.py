@@ -417,7 +417,7 @@ class Placement:
             self._plan_again(await asyncio.to_thread(self._list_nodes), scaled=True)
 
     async def scale_learner(self, ranks: int) -> bool:
-        """Make a new plan for so many ranks, the first ones at their places; return False if they have no room.
+        """Make a new plan for so many ranks, of which present ones keep their places; return False without room.
 
         Raises `RunFailedError` as `refresh` does.
         """
@@ -431,7 +431,7 @@ class Placement:
             return True
 
     def has_room(self, ranks: int) -> bool:
-        """Whether the learner could have so many ranks beside the parts that have a place now."""
+        """Whether the learner could have so many ranks beside the parts with a place, on the nodes listed last."""
         try:
             make_plan(replace(self.needs, ranks=ranks), list(self._known.values()), keep=self.plan)
         except ConfigError:

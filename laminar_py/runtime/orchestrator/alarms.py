@@ -148,10 +148,12 @@ class Alarms:
         if not self._gate.closes(mismatch, of_probes=of_probes):
             return False
         if self._learner_rounds:
-            self._stop(
-                f"step {self.step}: {where} differ by {mismatch:.3g} nats in the mean, beyond"
-                " rollout.engine.max_mismatch, although engines and learner both round their weights; resume with"
-                " rollout.engine.quantization=none learner.rounds_weights=false"
+            self.tell(
+                "probes",
+                "engines",
+                f"{where} differ by {mismatch:.3g} nats in the mean, beyond rollout.engine.max_mismatch, although"
+                " engines and learner both round their weights; resume with rollout.engine.quantization=none"
+                " learner.rounds_weights=false",
             )
             return True
         event = Unquantized(step=self.step, mismatch=min(mismatch, BEYOND), where=where)

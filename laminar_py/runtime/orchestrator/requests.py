@@ -67,8 +67,8 @@ class SettingRequests:
             show_line=alarms.show_line,
         )
         self._waiting: list[tuple[int, list[str]]] = []  # sets for the end of a step, with numbers of their files
-        self._of_ranks: int | None = None  # number of the file with the wanted ranks
-        self._looks_s = 0.0  # when to look for room for them again
+        self._ranks_file: int | None = None  # number of the file with the wanted ranks
+        self._next_look_s = 0.0  # when to look for room for them
         self._taken = set[int]()  # numbers of files with settings that are not on record yet
         self._number = 0  # of the next file
 
@@ -121,32 +121,32 @@ class SettingRequests:
 
     def _request_ranks(self, ranks: int) -> None:
         """Request so many ranks of the learner, in place of an earlier request."""
-        self._learner.drop_request()
-        if ranks == self._learner.num_ranks:
+        if not self._learner.request(ranks):
             self._show(f"{RANKS} is {ranks} already")
             return
-        self._learner.requested, self._of_ranks, self._looks_s = ranks, self._number, 0.0
+        self._ranks_file, self._next_look_s = self._number, 0.0
         if not self._placement.has_room(ranks):
             self._show(f"{RANKS}={ranks}: waits until so many GPUs are free")
 
     async def _find_room(self, ranks: int) -> None:
         """Look every `RETRY_S` whether there is room for so many ranks; the learner then resizes."""
         now = asyncio.get_running_loop().time()
-        if now >= self._looks_s:
-            self._looks_s = now + RETRY_S
+        if now >= self._next_look_s:
+            self._next_look_s = now + RETRY_S
             await self._placement.refresh(age_s=RETRY_S)  # a node may have joined
             if ranks == self._learner.requested and self._placement.has_room(ranks):
                 self._learner.resizing.set()
 
     def _change_waiting(self) -> None:
         """Make the changes that waited, in the order of their requests, and record other ranks of the learner."""
-        if self._learner.requested is None:
-            self._of_ranks = None
         waiting, self._waiting = self._waiting, []
+        changes = [settings for _, settings in waiting]
         ranks = self._learner.num_ranks
         if ranks != self._settings.config.learner.world_size:
-            waiting.append((0, [f"{RANKS}={ranks}"]))
-        for _, settings in waiting:
+            changes.append([f"{RANKS}={ranks}"])
+        if self._learner.requested is None:
+            self._ranks_file = None
+        for settings in changes:
             try:
                 self._show(self._settings.change(*settings, by=USER))
             except ConfigError as error:
@@ -154,7 +154,7 @@ class SettingRequests:
 
     async def _forget_recorded(self) -> None:
         """Delete files of settings once these are on disk in the ledger."""
-        if done := self._taken - {number for number, _ in self._waiting} - {self._of_ranks}:
+        if done := self._taken - {number for number, _ in self._waiting} - {self._ranks_file}:
             await self._ledger.commit()
             for number in done:
                 await asyncio.to_thread(forget_wanted, self._run, number)

@@ -196,7 +196,7 @@ class Trainer:
             if self._resizes:
                 await self._resize()
             batch = await self._wait_for_batch()
-            if batch is not None or not self._resizes:
+            if batch is not None or self._stop.asked.is_set() or self._left_s == 0.0:
                 return batch
         return None
 
@@ -212,7 +212,7 @@ class Trainer:
         return self._learner.resizing.is_set() and not self._stop.asked.is_set() and self._left_s != 0.0
 
     async def _wait_for_batch(self) -> StepBatch | None:
-        """Wait for the next batch; return None if the run must end, or other ranks are wanted."""
+        """Wait for the next batch; return None if the run must end, or other ranks were wanted."""
         ends_after_batch = self._config.schedule is Schedule.SYNC
         awaited = f"step {self.step + 1}" if ends_after_batch else f"the checkpoint of step {self.step}"
         SIGNALS.enter(awaited, self._cost_of_end)
@@ -223,7 +223,7 @@ class Trainer:
         others = [
             asyncio.create_task(self._versions.wait_until_lost(), name="version-lost"),
             asyncio.create_task(self._checkpoints.any_failure(), name="checkpoint-failed"),
-            asyncio.create_task(self._learner.resizing.wait(), name="learner-resizes"),
+            asyncio.create_task(self._until_resized(), name="learner-resizes"),
         ]
         try:
             await asyncio.wait([take, stop, *others], timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -241,12 +241,17 @@ class Trainer:
             raise failure
         return None
 
+    async def _until_resized(self) -> None:
+        """Wait until other ranks are wanted; without an end once the run must stop, since it keeps its ranks."""
+        await self._learner.resizing.wait()
+        if self._stop.asked.is_set():
+            await asyncio.Event().wait()
+
     async def _resize(self) -> None:
         """Start the learner with the ranks that the user wants, from a checkpoint of this step.
 
-        It keeps its ranks if GPUs for others are no longer free, or the checkpoint has a fault.
-
-        Raises PartCrashedError.
+        It keeps its ranks if GPUs for others are no longer free, the checkpoint has a fault, the run must end, or
+        the user has asked again meanwhile. Raises PartCrashedError.
         """
         if self._saved_step != self.step:
             await self._save()
@@ -259,7 +264,7 @@ class Trainer:
             ranks_now = counted(before, "rank")
             self._show_line(f"the learner keeps {ranks_now}, since step {self.step} has no sound checkpoint")
             self._learner.drop_request()
-        elif await self._learner.resize():
+        elif self._resizes and await self._learner.resize():
             ranks = self._stats.ranks = self._learner.num_ranks
             self._config = resized(self._config, ranks)
             self._checkpoints.start_over()

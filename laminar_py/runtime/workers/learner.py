@@ -86,6 +86,7 @@ class LearnerKeeper(Keeper):
         self._checkpoint: Path | None = None
         self.requested: int | None = None  # number of ranks that the user wants
         self.resizing = asyncio.Event()  # set when there is room for them; the trainer then calls `resize`
+        self._is_resizing = False
 
     async def start(self, checkpoint: Path | None) -> LearnerStarted:
         """Load, warm-start or restore the model on all ranks; return its sizes. Raises PartCrashedError."""
@@ -98,6 +99,14 @@ class LearnerKeeper(Keeper):
     def num_ranks(self) -> int:
         """Number of ranks."""
         return len(self._names)
+
+    def request(self, ranks: int) -> bool:
+        """Request so many ranks in place of an earlier request; return False, without one, if it has as many."""
+        self.drop_request()
+        if ranks == self.num_ranks and not self._is_resizing:
+            return False
+        self.requested = ranks
+        return True
 
     def drop_request(self) -> None:
         """Forget the number of ranks that the user wants."""
@@ -112,14 +121,20 @@ class LearnerKeeper(Keeper):
         ranks = self.requested
         assert ranks is not None, "a request sets `resizing`"
         self.resizing.clear()
-        if ranks > self.num_ranks and not await self._placement.scale_learner(ranks):
-            return False
-        self.kill()
-        self.parts, self.is_up = (), False
-        if ranks < self.num_ranks:
-            await self._placement.scale_learner(ranks)
-        self._config, self._names, self.requested = resized(self._config, ranks), _rank_names(ranks), None
-        return True
+        self._is_resizing = True
+        try:
+            if ranks > self.num_ranks and not await self._placement.scale_learner(ranks):
+                return False
+            self.kill()
+            self.parts, self.is_up = (), False
+            if ranks < self.num_ranks:
+                await self._placement.scale_learner(ranks)
+            self._config, self._names = resized(self._config, ranks), _rank_names(ranks)
+            if self.requested == ranks:  # the user has not asked again meanwhile
+                self.requested = None
+            return True
+        finally:
+            self._is_resizing = False
 
     def places(self) -> Sequence[NodeSlot | None]:
         """Return the places of all ranks."""
