@@ -86,16 +86,24 @@ class StepTimes:
     """Time of a step as a line over the number of tokens that it feeds, by the last steps."""
 
     def __init__(self) -> None:
-        self._sums: Numbers = np.zeros(5)  # weight, tokens, seconds, tokens squared, tokens times seconds
+        # weight, tokens, seconds, tokens squared, tokens times seconds
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def add(self, tokens: int, seconds: float) -> None:
         """Add a step."""
-        self._sums *= 1 - 1 / MEMORY
-        self._sums += (1, tokens, seconds, tokens * tokens, tokens * seconds)
+        kept = 1 - 1 / MEMORY
+        weight, total, time, squares, products = self._sums
+        self._sums = (
+            kept * weight + 1,
+            kept * total + tokens,
+            kept * time + seconds,
+            kept * squares + tokens * tokens,
+            kept * products + tokens * seconds,
+        )
 
     def at(self, tokens: Numbers) -> Numbers | None:
         """Return seconds [n] of steps by the tokens [n] that they feed; None while all steps had one size."""
-        weight, total, seconds, squares, products = self._sums.tolist()
+        weight, total, seconds, squares, products = self._sums
         spread = weight * squares - total * total
         if spread <= 1e-3 * weight * weight:
             return None

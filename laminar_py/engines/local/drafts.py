@@ -106,7 +106,9 @@ class Drafter:
         self._followed: dict[Job, Followed] = {}
         self._num_with_earlier = 0  # of the followed jobs
         self._shares: Numbers = np.full(LONGEST + 1, 0.8)  # accepted tokens among reached ones, by match
-        self._choices: defaultdict[tuple[int, bool], DraftChoice] = defaultdict(DraftChoice)  # as in `_choice_at`
+        # by the power of two of the rows, and whether half of them have earlier responses to draft from
+        self._choices: defaultdict[tuple[int, bool], DraftChoice] = defaultdict(DraftChoice)
+        self._choice = DraftChoice()  # of the present step
         self._times = StepTimes()
         self._num_steps = {False: 0, True: 0}  # without drafts and with drafts
         self._counts = np.zeros((2, len(Origin)), np.int64)  # drafted and accepted tokens
@@ -140,7 +142,8 @@ class Drafter:
 
     def choose(self, num_rows: int) -> bool:
         """Begin a step of so many rows, and return True if it should draft."""
-        return self._choice_at(num_rows).advance()
+        self._choice = self._choices[num_rows.bit_length(), 2 * self._num_with_earlier >= num_rows]
+        return self._choice.advance()
 
     def follow(self, job: Job) -> None:
         """Note that a job begins to decode."""
@@ -186,12 +189,14 @@ class Drafter:
         self._num_steps[has_drafts] += 1
         if self._num_steps[has_drafts] <= WARM_UP:
             return
-        self._choice_at(num_rows).add(gained, seconds)
+        self._choice.add(gained, seconds)
         self._times.add(num_rows + (0 if drafts is None else len(drafts.ids)), seconds)
 
     def keep(self, job: Job, response: IntArray, *, version: int) -> None:
         """Keep the finished `response` under `version`, of the last turn so far, for others to its prompt."""
-        self._corpus.add(job.request.rid, _digest(job.request.prompt_ids), characters(response), version=version)
+        followed = self._followed.get(job)
+        prompt = _digest(job.request.prompt_ids) if followed is None else followed.prompt
+        self._corpus.add(job.request.rid, prompt, characters(response), version=version)
 
     def take_earlier(self, request: GenerateRequest) -> None:
         """Keep the responses of other engines that a request brings, unless it has them."""
@@ -212,10 +217,6 @@ class Drafter:
         """Forget a job that no longer decodes, if it did."""
         if (followed := self._followed.pop(job, None)) is not None:
             self._num_with_earlier -= followed.has_earlier
-
-    def _choice_at(self, num_rows: int) -> DraftChoice:
-        """Return the choice for steps of so many rows: of one power of two, and with as much to draft from."""
-        return self._choices[num_rows.bit_length(), 2 * self._num_with_earlier >= num_rows]
 
     def _find(self, jobs: Sequence[Job], limits: Sequence[int]) -> list[list[int]]:
         """Return at most `limits[i]` tokens that may follow the response of job i."""
