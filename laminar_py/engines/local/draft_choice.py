@@ -75,7 +75,7 @@ class DraftChoice:
         self.trials += 1
         if self.drafts is not (self.speedup > 1):
             self.drafts = not self.drafts
-            self.rate, self.wait = Rate(), FASTER
+            self.rate, self.wait = Rate(), 2 * FIRST  # the trial may have misled
             return
         lost_s = TRIAL / tried.steps * (tried.seconds - tried.tokens * rate.seconds / rate.tokens)
         wanted = lost_s * rate.steps / rate.seconds / TRIAL_SHARE  # steps
