@@ -977,7 +977,6 @@ def _admission(plan: Plan) -> Admission:
 def _packing(plan: Plan) -> Packing:
     return Packing(
         max_tokens=plan.max_tokens,
-        ranks=plan.ranks,
         by_id=plan.by_id,
     )
 

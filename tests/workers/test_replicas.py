@@ -489,9 +489,7 @@ def scale(world, *, replicas=3, gone=()):
     for index in range(len(world.scheduler.views.by_index), replicas):
         world.scheduler.views.join(index)
     world.replicas.join(world.config)
-    return world.placement.scale(
-        Needs(ranks=1, rank_gpus=1, replicas=replicas, replica_gpus=1, gone=frozenset(gone))
-    )
+    return world.placement.scale(replicas=replicas, gone=frozenset(gone))
 
 
 async def test_one_that_joins_waits_for_a_node_and_is_given_work(monkeypatch, tmp_path):

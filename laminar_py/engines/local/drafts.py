@@ -106,7 +106,7 @@ class Drafter:
         self._followed: dict[Job, Followed] = {}
         self._num_with_earlier = 0  # of the followed jobs
         self._shares: Numbers = np.full(LONGEST + 1, 0.8)  # accepted tokens among reached ones, by match
-        # by the power of two of the rows, and whether half of them have earlier responses to draft from
+        # by rows as a power of two, and whether half of the rows have earlier responses to draft from
         self._choices: defaultdict[tuple[int, bool], DraftChoice] = defaultdict(DraftChoice)
         self._choice = DraftChoice()  # of the present step
         self._times = StepTimes()
