@@ -9,7 +9,7 @@ copies, so the folder of a version may be deleted after a load.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Self
 
@@ -29,9 +29,10 @@ class Norm:
     """RMS norm over the last dimension D, `x * weight / sqrt(mean(x^2) + eps)`.
 
     It computes the root as a hypotenuse, sqrt(sum of squares + D eps), with half the operations of `F.rms_norm` on
-    a CPU.
+    a CPU. The weight is kept as well, since two weights one rounding apart may have the same product.
     """
 
+    weight: Tensor  # [..., D] fp32
     scale: Tensor  # [..., D] fp32, the weight times sqrt(D)
     floor: Tensor  # [] fp32, sqrt(D * eps)
 
@@ -39,7 +40,12 @@ class Norm:
     def from_weight(cls, weight: Tensor, *, eps: float) -> Self:
         """Build from `weight [..., D]`, which broadcasts over the input."""
         size = weight.shape[-1]
-        return cls(weight.float() * math.sqrt(size), torch.tensor(math.sqrt(size * eps)))
+        exact = weight.to(torch.float32, copy=True)
+        return cls(exact, exact * math.sqrt(size), torch.tensor(math.sqrt(size * eps)))
+
+    def rows(self, start: int, end: int | None = None) -> Self:
+        """Return views of some rows of `weight [rows, D]`, of heads for example."""
+        return replace(self, weight=self.weight[start:end], scale=self.scale[start:end])
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise `x [..., D]`; keeps its dtype."""
@@ -118,7 +124,7 @@ class Weights:
 
     def copy_(self, other: "Weights") -> None:
         """Copy the values of `other`, a model of the same spec, into these tensors."""
-        for (_, mine), (_, theirs) in zip(self._tensors(), other._tensors(), strict=True):
+        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
             mine.copy_(theirs)
 
     def checksum(self, spec: ModelSpec) -> WeightsChecksum:
@@ -132,8 +138,10 @@ class Weights:
         return WeightsChecksum(total, hashes, quantized=spec.quantized)
 
     def in_file_order(self, spec: ModelSpec) -> dict[str, list[FileView]]:
-        """Return views of the served values by the names in the files; a tied embedding has two."""
+        """Return views of the values by the names in the files; a tied embedding has two, and so has a norm."""
         views = {name: [_in_file_order(name, packed, spec)] for name, packed in self._named(spec)}
+        for name, norm in self._norms(spec):
+            views[name].append(_in_file_order(name, norm.scale, spec, scale=math.sqrt(norm.scale.shape[-1])))
         if spec.tied:
             views["model.embed_tokens.weight"] += views.pop("lm_head.weight")
         return views
@@ -141,13 +149,10 @@ class Weights:
     def _named(self, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
         """Yield each matrix of the model from its place in the packed weights, in a fixed order."""
         yield "model.embed_tokens.weight", self.embedding
+        for norm_name, norm in self._norms(spec):
+            yield norm_name, norm.weight
         for index, layer in enumerate(self.layers):
             prefix = f"model.layers.{index}."
-            yield prefix + "input_layernorm.weight", layer.attention_norm.scale
-            yield prefix + "post_attention_layernorm.weight", layer.mlp_norm.scale
-            if layer.qk_norm is not None:
-                yield prefix + "self_attn.q_norm.weight", layer.qk_norm.scale[: spec.num_heads]
-                yield prefix + "self_attn.k_norm.weight", layer.qk_norm.scale[spec.num_heads :]
             for name, place in projections(spec).items():
                 columns = slice(place.start, place.start + place.size)
                 yield f"{prefix}{place.block}.{name}.weight", getattr(layer, place.field)[:, columns]
@@ -160,17 +165,29 @@ class Weights:
                     up, gate = up_gate.chunk(2, dim=1)
                     for name, tensor in (("up_proj", up), ("gate_proj", gate), ("down_proj", down)):
                         yield f"{prefix}mlp.experts.{expert}.{name}.weight", tensor
-        yield "model.norm.weight", self.norm.scale
         yield "lm_head.weight", self.head
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of all weights, in a fixed order; of a norm only its scale."""
-        yield from (("embedding", self.embedding), ("norm", self.norm.scale), ("head", self.head))
+    def _norms(self, spec: ModelSpec) -> Iterator[tuple[str, Norm]]:
+        """Yield each norm of the model by its name in the files."""
         for index, layer in enumerate(self.layers):
+            prefix = f"model.layers.{index}."
+            yield prefix + "input_layernorm.weight", layer.attention_norm
+            yield prefix + "post_attention_layernorm.weight", layer.mlp_norm
+            if layer.qk_norm is not None:
+                yield prefix + "self_attn.q_norm.weight", layer.qk_norm.rows(0, spec.num_heads)
+                yield prefix + "self_attn.k_norm.weight", layer.qk_norm.rows(spec.num_heads)
+        yield "model.norm.weight", self.norm
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors that a load changes, in a fixed order."""
+        yield from (self.embedding, self.norm.weight, self.norm.scale, self.head)
+        for layer in self.layers:
             for field in fields(layer):
                 value = getattr(layer, field.name)
-                if value is not None:
-                    yield f"{index}.{field.name}", value.scale if isinstance(value, Norm) else value
+                if isinstance(value, Norm):
+                    yield from (value.weight, value.scale)
+                elif value is not None:
+                    yield value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,16 +330,16 @@ def interleaved(rows: Tensor, head_dim: int) -> Tensor:
     return rows.view(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
-def _in_file_order(name: str, packed: Tensor, spec: ModelSpec) -> FileView:
-    """View the packed tensor of a Hugging Face name in the order of that tensor."""
+def _in_file_order(name: str, packed: Tensor, spec: ModelSpec, *, scale: float = 1.0) -> FileView:
+    """View the packed tensor of a Hugging Face name, or `scale` times it, in the order of that tensor."""
     if name == "model.embed_tokens.weight":
         return FileView(packed)
     part, dim = name.split(".")[-2], spec.head_dim
     if part in ("q_norm", "k_norm"):  # the same for each head
         halves = packed[0].view(dim // 2, 2).t()
-        return FileView(halves, scale=math.sqrt(dim), copies=len(packed), step=packed.stride(0))
+        return FileView(halves, scale=scale, copies=len(packed), step=packed.stride(0))
     if part.endswith("norm"):
-        return FileView(packed, scale=math.sqrt(len(packed)))
+        return FileView(packed, scale=scale)
     rows = packed.t()  # a bias stays [size]
     if part in ("q_proj", "k_proj"):  # undo `interleaved`
         step, *others = rows.stride()
