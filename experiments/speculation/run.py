@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from laminar_lab.bench.report import Ratio, Row, in_turn, log_line, show
+from laminar_lab.bench.report import Ratio, Row, log_line, show
 from laminar_py.config.loading import load_config
 from laminar_py.engines.local.corpus import MOST_BYTES
 from laminar_py.engines.local.sampling import NEAR, hash_seeds, uniforms
@@ -32,6 +33,7 @@ from laminar_py.records.engine import DraftCounts, GenerateRequest, PauseMode, S
 from laminar_py.runtime.preflight.inputs import stop_ids
 
 EPOCHS = 2
+TURN = 16  # steps of one engine until the other takes its turn
 WARM_UP = 4  # an epoch has as many times the responses of a warm-up
 LAMINAR = Path(sys.executable).with_name("laminar")
 
@@ -77,6 +79,7 @@ class Sampled:
     seconds: list[float] = field(default_factory=list)  # of the thread
     drafts: DraftCounts = field(default_factory=DraftCounts)
     corpus_bytes: int = 0  # of the responses to draft from, at most
+    progress: int = 0  # tokens so far, with those of the warm-up
 
 
 def open_task(run: Path, folder: Path, *, prompts: int) -> Task:
@@ -95,9 +98,10 @@ def open_task(run: Path, folder: Path, *, prompts: int) -> Task:
 
 def sample(
     task: Task, *, slots: int, drafts: bool, most: int, warm_up: int = 0, interrupt_every: int = 0
-) -> Sampled:
+) -> Iterator[Sampled]:
     """Sample all requests, `slots` at a time, after both epochs of `warm_up` requests that count nowhere.
 
+    Yields what was sampled so far after each `TURN` steps, and all of it in the end.
     Every `interrupt_every` steps the same weights come as a new version, in turn with recomputed and kept caches,
     and one request is aborted and continues.
     """
@@ -115,10 +119,10 @@ def sample(
     epochs += [task.requests(epoch, most=most) for epoch in range(EPOCHS)]
     for place, requests in enumerate(epochs):
         if place == EPOCHS:
-            found, before = Sampled(), scheduler.status().drafts
+            found, before = Sampled(progress=found.progress), scheduler.status().drafts
         waiting = requests[::-1]
         by_ticket: dict[int, GenerateRequest] = {}
-        num_tokens, began = 0, time.thread_time()
+        num_tokens, seconds, began = 0, 0.0, time.thread_time()
         while waiting or by_ticket:
             while waiting and len(by_ticket) < slots:
                 by_ticket[ticket] = waiting.pop()
@@ -136,15 +140,41 @@ def sample(
                 found.tokens.setdefault(delta.rid, []).extend(delta.ids.tolist())
                 found.logprobs.setdefault(delta.rid, []).extend(delta.logprobs.tolist())
                 num_tokens += len(delta.ids)
+                found.progress += len(delta.ids)
                 if delta.finish_reason is not None:
                     request = by_ticket.pop(done)
                     if delta.finish_reason == "abort":
                         prefix = np.array(found.tokens[delta.rid], np.int32)
                         waiting.append(msgspec.structs.replace(request, prefix_ids=prefix))
-        found.seconds.append(time.thread_time() - began)
+            if not steps % TURN:
+                seconds += time.thread_time() - began
+                yield found
+                began = time.thread_time()
+        found.seconds.append(seconds + time.thread_time() - began)
         found.rates.append(num_tokens / max(1e-9, found.seconds[-1]))
         found.corpus_bytes = max(found.corpus_bytes, scheduler.status().corpus_bytes)
     found.drafts = scheduler.status().drafts.since(before)
+    yield found
+
+
+def last(states: Iterator[Sampled]) -> Sampled:
+    """Return the last of the states."""
+    return deque(states, maxlen=1)[0]
+
+
+def abreast(sides: Mapping[str, Iterator[Sampled]]) -> dict[str, Sampled]:
+    """Return the last state of each side. The side with the fewest tokens so far takes the next turn.
+
+    So both are at the same tokens in the same moments, and what else the machine does changes both rates alike.
+    """
+    running, found = dict(sides), {name: Sampled() for name in sides}
+    while running:
+        name = min(running, key=lambda name: found[name].progress)
+        state = next(running[name], None)
+        if state is None:
+            del running[name]
+        else:
+            found[name] = state
     return found
 
 
@@ -177,7 +207,7 @@ def is_near(task: Task, model: torch.nn.Module, rid: str, one: list[int], other:
 def identity(task: Task, *, most: int) -> list[Row]:
     """Compare the tokens of speculation with plain sampling, and plain sampling with itself in other batches."""
     model = AutoModelForCausalLM.from_pretrained(task.folder, dtype=torch.float32).eval()
-    plain = sample(task, slots=16, drafts=False, most=most)
+    plain = last(sample(task, slots=16, drafts=False, most=most))
     rows = []
     sides = {
         "speculation": partial(sample, drafts=True, slots=16, most=most),
@@ -187,7 +217,7 @@ def identity(task: Task, *, most: int) -> list[Row]:
         "other batches": partial(sample, drafts=False, slots=48, most=most),
     }
     for name, side in sides.items():
-        found = side(task)
+        found = last(side(task))
         differ = list(differences(found, plain))
         compared = sum(map(len, found.tokens.values()))
         near = [is_near(task, model, rid, found.tokens[rid], plain.tokens[rid], place) for rid, place in differ]
@@ -211,13 +241,15 @@ def speed(task: Task, *, slots: int, rounds: int, most: int) -> list[Row]:
     """Rates of both ways by epoch, with so many sequences at a time, after a warm-up with other prompts."""
     most = min(most, len(task.prompts) * task.group_size * WARM_UP // (WARM_UP + 1))
     epochs: dict[str, list[Sampled]] = {"drafts": [], "plain": []}
-
-    def side(name: str, _: int) -> float:
-        found = sample(task, slots=slots, drafts=name == "drafts", most=most, warm_up=most // WARM_UP)
-        epochs[name].append(found)
-        return found.rates[-1]
-
-    in_turn({name: partial(side, name) for name in epochs}, rounds=rounds)
+    for turn in range(rounds):
+        sides = {
+            name: sample(task, slots=slots, drafts=name == "drafts", most=most, warm_up=most // WARM_UP)
+            for name in epochs
+        }
+        for name, found in abreast(sides).items():
+            epochs[name].append(found)
+        ratios = [one / other for one, other in zip(*(each[-1].rates for each in epochs.values()), strict=True)]
+        log_line(f"round {turn + 1} of {rounds}: {', '.join(f'{one:.3f}' for one in ratios)} by epochs")
     drafts = sum_drafts(found.drafts for found in epochs["drafts"])
     rows = []
     for epoch in range(EPOCHS):
