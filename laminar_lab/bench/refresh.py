@@ -1,9 +1,10 @@
 """New weights in an engine that stands still: changed positions beside a whole version, and both beside the disk.
 
 The versions are a real learner's: AdamW steps at 1e-6 on fp32 weights with random gradients, published in bf16.
-A round steps once, then times each side on a drained engine. Before the rounds, 20 versions come as changes alone,
-and the engine's hashes must equal the hashes after a whole load. The sides of SGLang need `sglang=`, the folder of
-an environment with it; there the third side is the server's own loader of safetensors.
+A round steps once, then times each side on a drained engine. Changes are checked before, as a replica does while
+its engine generates. Before the rounds, 20 versions come as changes alone, and the engine's hashes must equal the
+hashes after a whole load. The sides of SGLang need `sglang=`, the folder of an environment with it; the third side
+there is the server's own loader of safetensors.
 """
 
 import asyncio
@@ -190,7 +191,7 @@ async def _compare(kind: str, open_engine: Open, publisher: VersionWriter, repea
         await engine.load_weights(publisher.whole, publisher.version)
         for _ in range(VERSIONS):
             publisher.step()
-            await engine.load_changes([publisher.changes], publisher.version)
+            await engine.load_changes(await engine.check_changes([publisher.changes], publisher.version))
         changed = await engine.checksum()
         await engine.load_weights(publisher.whole, publisher.version)
         assert await engine.checksum() == changed, f"{VERSIONS} versions by changes differ from the last version"
@@ -199,7 +200,8 @@ async def _compare(kind: str, open_engine: Open, publisher: VersionWriter, repea
         async def delta() -> float:
             publisher.step()
             before = _memory(opened.pid, reset=True)
-            elapsed_s = await _standing_s(engine.load_changes([publisher.changes], publisher.version))
+            changes = await engine.check_changes([publisher.changes], publisher.version)
+            elapsed_s = await _standing_s(engine.load_changes(changes))
             extra.append((_memory(opened.pid) - before) / publisher.bound_bytes)
             return elapsed_s
 

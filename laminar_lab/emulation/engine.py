@@ -20,7 +20,7 @@ from laminar_lab.emulation.scheduler import EmulatedScheduler
 from laminar_lab.emulation.settings import EngineTimes
 from laminar_py.engines import StreamingEngine, weights_layout
 from laminar_py.records import EngineStatus, PauseMode
-from laminar_py.records.engine import RefusedError
+from laminar_py.records.engine import Changes, RefusedError
 from laminar_py.records.proofs import WeightsChecksum
 
 log = logging.getLogger(__name__)
@@ -122,12 +122,16 @@ class EmulatedEngine(StreamingEngine[EmulatedScheduler]):
         """False: `load_s` of a profile is the time of a whole version."""
         return False
 
-    async def load_changes(self, files: Sequence[Path], version: int) -> None:
+    async def check_changes(self, files: Sequence[Path], version: int) -> Changes:
         """Refuse: see `takes_changes`."""
         self._raise_if_lost()
         raise RefusedError(
             f"version {version}: the emulated engine has no time for changes; load the whole version"
         )
+
+    async def load_changes(self, changes: Changes) -> None:
+        """Refuse: see `takes_changes`."""
+        await self.check_changes([], changes.version)
 
     async def checksum(self) -> WeightsChecksum:
         """See `InferenceEngine.checksum`: of the files; "unloaded" before the first load."""

@@ -1,19 +1,13 @@
 """Checks that engines make before they accept a request or load weights. Pure; called by all engines."""
 
-import math
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from laminar_py.records.codec import IntArray
 from laminar_py.records.engine import GenerateRequest, RefusedError
-from laminar_py.records.weights import AT, TO, UNUSED
 
 
 def check_request(request: GenerateRequest, *, max_len: int, vocab: int) -> None:
@@ -79,72 +73,3 @@ def weights_layout(folder: Path, *, before: WeightsLayout | None = None) -> Weig
             f"weights in {folder}: has other tensors than the version before; publish the same tensors"
         )
     return layout
-
-
-class _Entry(msgspec.Struct, kw_only=True):
-    """A tensor in a file's header, or its metadata."""
-
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    data_offsets: tuple[int, int] = (0, 0)
-    base: str = ""
-    version: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChangedTensor:
-    """Changes of a tensor in a file, e.g. `ChangedTensor(name=name, dtype="BF16", num=3, at=88, to=112)`."""
-
-    name: str
-    dtype: str  # of the values, as safetensors names it
-    num: int  # values
-    at: int  # first byte of the places
-    to: int  # first byte of the values
-
-
-def read_changes(files: Sequence[Path], version: int, *, served: int) -> list[list[ChangedTensor]]:
-    """Read the headers of `files` of changes, which lead in turn from the `served` version to `version`.
-
-    Raises `RefusedError` if they do not, or a file is no file of changes. Engines check places and values.
-    """
-    reached, found = str(served), []
-    for path in files:
-        base, leads_to, tensors = _read_header(path)
-        if base != reached:
-            raise RefusedError(f"changes={path}: lead from version {base}, not {reached}; load the whole version")
-        reached = leads_to
-        found.append(tensors)
-    if reached != str(version):
-        raise RefusedError(f"changes lead to version {reached}, not {version}; load the whole version")
-    return found
-
-
-def _read_header(path: Path) -> tuple[str, str, list[ChangedTensor]]:
-    """Read base, version and tensors from a file with changes. Raises `RefusedError` if it is none.
-
-    `safe_open` takes longer for the tensors of one file than an engine for the changes.
-    """
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            entries = _decode_header(file.read(min(length, size)))
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RefusedError(f"changes={path}: cannot be read: {error}; load the whole version") from None
-    metadata, start, tensors = entries.pop("__metadata__", _Entry()), 8 + length, []
-    names = {key.removesuffix(AT).removesuffix(TO) for key in entries if not key.endswith(UNUSED)}
-    for name in sorted(names):
-        at, to = entries.get(name + AT, _Entry()), entries.get(name + TO, _Entry())
-        num, (at_begin, *_), (to_begin, *_) = math.prod(at.shape), at.data_offsets, to.data_offsets
-        ends = at_begin + 8 * num, to_begin + VALUE_BYTES.get(to.dtype, 0) * num
-        fits = ends == (at.data_offsets[1], to.data_offsets[1]) and start + max(ends) <= size
-        fits = fits and min(at_begin, to_begin, num) >= 0
-        if not fits or at.dtype != "I64" or to.dtype not in VALUE_BYTES or at.shape != to.shape:
-            raise RefusedError(f"changes={path}: {name} has no place for each value; load the whole version")
-        begins = {"at": start + at_begin, "to": start + to_begin}
-        tensors.append(ChangedTensor(name=name, dtype=to.dtype, num=num, **begins))
-    return metadata.base, metadata.version, tensors
-
-
-VALUE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}  # types of values in a version
-_decode_header = msgspec.json.Decoder(dict[str, _Entry]).decode

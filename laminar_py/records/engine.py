@@ -173,6 +173,31 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     corpus_bytes: int = 0  # memory of the finished responses that drafts come from
 
 
+class ChangedTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """Changes of a tensor in a file, e.g. `ChangedTensor(name=name, dtype="BF16", num=3, at=88, to=112)`."""
+
+    name: str
+    dtype: str  # of the values, as safetensors names it
+    num: int  # values
+    at: int  # first byte of the places
+    to: int  # first byte of the values
+
+
+class ChangesFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of changes, and its tensors."""
+
+    path: Path
+    tensors: tuple[ChangedTensor, ...]
+
+
+class Changes(msgspec.Struct, frozen=True, kw_only=True):
+    """Files that lead in turn from the version `base` to `version`, as an engine has checked them."""
+
+    base: int
+    version: int
+    files: tuple[ChangesFile, ...]
+
+
 class InferenceEngine(Protocol):
     """Continuous-batching engine. Every method raises `EngineLostError` once the engine is lost."""
 
@@ -205,15 +230,22 @@ class InferenceEngine(Protocol):
 
     @property
     def takes_changes(self) -> bool:
-        """False if `load_changes` would refuse any files now, e.g. before the first weights or with an adapter."""
+        """False if `check_changes` would refuse all files now, as before the first weights and with an adapter."""
         ...
 
-    async def load_changes(self, files: Sequence[Path], version: int) -> None:
-        """Apply files of changes (see `records/weights.py`) in turn; serve `version` from the next token on.
+    async def check_changes(self, files: Sequence[Path], version: int) -> Changes:
+        """Read files of changes (see `records/weights.py`) while requests run, and check that they fit.
 
-        The first file must lead from the served version, and the last file to `version`. Raises `RefusedError`,
-        with the old weights in place, for other versions, unknown tensors, places outside a tensor, and values
-        that are not finite; `RuntimeError` while requests run unpaused.
+        The first file must lead from the served version, and the last file to `version`. Raises `RefusedError` for
+        other versions, unknown tensors, places outside a tensor, and values that are not finite.
+        """
+        ...
+
+    async def load_changes(self, changes: Changes) -> None:
+        """Apply what `check_changes` returned; serve its version from the next token on.
+
+        Raises `RefusedError`, with the old weights in place, if the engine serves another version than the base by
+        now; `RuntimeError` while requests run unpaused.
         """
         ...
 

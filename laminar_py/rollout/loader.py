@@ -2,10 +2,12 @@
 
 `Replica` calls it and holds no request in the engine meanwhile. Under each `on_new_weights` a load is the same:
 
-    pull against the served version --changes--> engine.load_changes --refused--+
-           |                                        |                           v
+    pull against the served version --changes--> engine.check_changes --refused--+
+           |                                        |                            |
+           |                              engine.load_changes                    v
            +--whole folder--> engine.load_weights <-+-- every `verify_every` -- pull the whole folder
 
+Changes are checked while the engine generates, so it stands still only while it writes them.
 A verified load by changes is followed by a whole load of the same version, which must leave the same hashes.
 """
 
@@ -15,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.records.engine import InferenceEngine, PauseMode, RefusedError
+from laminar_py.records.engine import Changes, InferenceEngine, PauseMode, RefusedError
 from laminar_py.records.events import VersionLoaded
 from laminar_py.records.proofs import WeightsChecksum
 from laminar_py.records.weights import PulledVersion, VersionLostError, WeightSource
@@ -58,7 +60,8 @@ class WeightLoader:
         began = self._out.clock.now()
         self._streams.serving.clear()
         try:
-            await self._install(await self._pull(version), began)
+            pulled = await self._pull(version)
+            await self._install(pulled, await self._check(pulled), began)
         except VersionLostError as error:
             if self.version >= 0:
                 self._streams.serving.set()
@@ -79,14 +82,15 @@ class WeightLoader:
         except VersionLostError as error:
             self._note_kept(error)
             return
+        changes = await self._check(pulled)
         if not may_swap():
-            return  # a trajectory that arrived during the pull needs the present version
+            return  # a trajectory that arrived meanwhile needs the present version
         self._streams.serving.clear()
         interrupted = await self._streams.interrupt() if policy is OnNewWeights.RESUME else []
         if policy is not OnNewWeights.RESUME:
             await self._engine.pause(PAUSES[policy])
         try:
-            await self._install(pulled, began)
+            await self._install(pulled, changes, began)
         except VersionLostError as error:
             self._note_kept(error)
             self._streams.serving.set()
@@ -143,14 +147,27 @@ class WeightLoader:
         except RuntimeError as error:
             raise VersionLostError(str(error)) from error
 
-    async def _install(self, pulled: PulledVersion, began: float) -> None:
+    async def _check(self, pulled: PulledVersion) -> Changes | None:
+        """Check the changes of a version; None if it has none, or they do not fit and a warning says why."""
+        if not pulled.changes:
+            return None
+        try:
+            return await self._engine.check_changes([Path(file) for file in pulled.changes], pulled.version)
+        except RefusedError as error:
+            self._note_refused(error, pulled.version)
+            return None
+
+    def _note_refused(self, error: RefusedError, version: int) -> None:
+        log.warning("replica %d loads the whole version %d: %s", self._out.index, version, error)
+
+    async def _install(self, pulled: PulledVersion, changes: Changes | None, began: float) -> None:
         """Load a pulled version, let requests enter the engine, and report the load with its time since `began`.
 
         Among each `_verify_every` consecutive versions, the first that is loaded is hashed. Raises
         `VersionLostError`, with the old weights in place, if changes are refused and the folder is gone.
         """
         await self.end_probe()
-        base = await self._apply(pulled)
+        base = await self._apply(pulled, changes)
         fell_back = base is None and bool(pulled.changes)
         found: WeightsChecksum | None = None
         stale: tuple[str, ...] = ()
@@ -174,19 +191,20 @@ class WeightLoader:
         how = "" if base is None else f" by changes since version {base}"
         log.info("replica %d serves version %d%s after %.3f s", self._out.index, pulled.version, how, elapsed)
 
-    async def _apply(self, pulled: PulledVersion) -> int | None:
-        """Have the engine apply the changes of a version, or else load its folder.
+    async def _apply(self, pulled: PulledVersion, changes: Changes | None) -> int | None:
+        """Have the engine apply the checked changes of a version, or else load its folder.
 
         Returns the version that was changed; None after a whole load.
         """
-        if pulled.changes:
+        if changes is not None:
             try:
-                await self._engine.load_changes([Path(file) for file in pulled.changes], pulled.version)
+                await self._engine.load_changes(changes)
             except RefusedError as error:
-                log.warning("replica %d loads the whole version %d: %s", self._out.index, pulled.version, error)
-                pulled = await self._pull_folder(pulled.version)
+                self._note_refused(error, pulled.version)
             else:
-                return self.version
+                return changes.base
+        if pulled.changes:
+            pulled = await self._pull_folder(pulled.version)
         await self._engine.load_weights(Path(pulled.path), pulled.version)
         return None
 

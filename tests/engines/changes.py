@@ -1,10 +1,12 @@
 """Files of changes between two versions' folders, for tests and benchmarks of engines."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from laminar_py.records.engine import InferenceEngine
 from laminar_py.records.weights import AT, TO
 
 
@@ -30,6 +32,11 @@ def save_changes(tensors: dict[str, torch.Tensor], file: Path, *, base: object, 
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, file, metadata={"base": str(base), "version": str(version)})
     return file
+
+
+async def load_changes(engine: InferenceEngine, files: Sequence[Path], version: int) -> None:
+    """Check files of changes, and load them."""
+    await engine.load_changes(await engine.check_changes(files, version))
 
 
 def nudged(folder: Path, into: Path, *, share: float = 0.01, seed: int = 0) -> Path:

@@ -19,9 +19,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from laminar_py.records.engine import (
+    Changes,
     Delta,
     EngineLostError,
     GenerateRequest,
@@ -34,7 +36,7 @@ from laminar_py.records.engine import (
 from laminar_py.records.spans import Span
 from laminar_py.records.trajectory import FinishReason
 from laminar_py.records.weights import AT, TO
-from tests.engines.changes import nudged, read_version, save_changes, write_changes
+from tests.engines.changes import load_changes, nudged, read_version, save_changes, write_changes
 
 PATIENCE_S = 30.0
 
@@ -569,11 +571,11 @@ async def changes_of_twenty_versions_leave_the_weights_of_a_whole_load(make: Fac
                 files.append(write_changes(*folders[-2:], file, base=version - 1, version=version))
             if not rig.engine.takes_changes:
                 with pytest.raises(RefusedError):
-                    await rig.engine.load_changes(files[:1], 2)
+                    await rig.engine.check_changes(files[:1], 2)
                 return
             for version in range(2, 20):
-                await rig.engine.load_changes([files[version - 2]], version)
-            await rig.engine.load_changes(files[-2:], 21)  # two at a time
+                await load_changes(rig.engine, [files[version - 2]], version)
+            await load_changes(rig.engine, files[-2:], 21)  # two at a time
             changed = await rig.engine.checksum()
             response = await collect(rig.engine, make_request())
             assert response.versions == [21] * 20
@@ -624,12 +626,15 @@ async def changes_that_do_not_fit_are_refused_and_the_old_weights_stay(make: Fac
                 ([changes(), changes(base=2, version=3, to=(math.nan,))], 3),
             ):
                 with pytest.raises(RefusedError) as refused:
-                    await rig.engine.load_changes(files, version)
+                    await rig.engine.check_changes(files, version)
                 assert "\n" not in str(refused.value)
                 assert rig.engine.status().version == 1
             assert await rig.engine.checksum() == before
             assert (await collect(rig.engine, make_request())).versions == [1] * 20
-            await rig.engine.load_changes([changes()], 2)
+            late = await rig.engine.check_changes([changes()], 2)
+            await load_changes(rig.engine, [changes()], 2)
+            with pytest.raises(RefusedError, match="from version 1, but 2 is served; load the whole version"):
+                await rig.engine.load_changes(replace(late, version=3))
         assert await rig.engine.checksum() != before
 
 
@@ -641,10 +646,11 @@ async def changes_do_not_come_under_a_running_request(make: Factory) -> None:
             after = nudged(rig.weights[0], Path(name) / "v2", share=0.5)
             file = write_changes(rig.weights[0], after, Path(name) / "changes", base=1, version=2)
             request = await caught(rig.engine, make_request(length=600, temperature=1.0))
+            changes = await rig.engine.check_changes([file], 2)
             with pytest.raises(RuntimeError):
-                await rig.engine.load_changes([file], 2)
+                await rig.engine.load_changes(changes)
             await rig.engine.pause(PauseMode.RETRACT)
-            await rig.engine.load_changes([file], 2)
+            await rig.engine.load_changes(changes)
             await rig.engine.resume()
             response = await request.response()
             assert set(response.versions) == {1, 2}
@@ -675,7 +681,8 @@ async def a_lost_engine_says_so_in_every_method(make: Factory, kill: Callable[[I
             engine.pause(PauseMode.RELEASE),
             engine.resume(),
             engine.load_weights(rig.weights[1], 2),
-            engine.load_changes([rig.weights[1] / "model.safetensors"], 2),
+            engine.check_changes([rig.weights[1] / "model.safetensors"], 2),
+            engine.load_changes(Changes(base=1, version=2, files=())),
             engine.checksum(),
             engine.watch(),
         ):

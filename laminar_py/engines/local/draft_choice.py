@@ -10,7 +10,7 @@ MEMORY = 32  # steps over which times and rates are averaged
 FIRST = 4  # steps before the first trial
 FASTER = 64  # steps of the faster way until the next trial, at least
 TRIAL = 5  # steps of the slower way; the first one is cold and does not count
-TRIAL_SHARE = 0.01  # of the time: most that trials cost
+TRIAL_SHARE = 0.005  # of the time: most that trials cost
 
 Numbers = npt.NDArray[np.float64]
 

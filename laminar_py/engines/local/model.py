@@ -5,20 +5,19 @@ stored and which tokens a query may see. T is the number of tokens in a call, k 
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from laminar_py.engines.checks import read_changes
 from laminar_py.engines.local.adapter import Adapter, AdapterBase
 from laminar_py.engines.local.attention import DecodeAttention, DecodePlan, PrefillAttention
 from laminar_py.engines.local.changes import Views, apply_changes
 from laminar_py.engines.local.spec import Mixture, ModelSpec
 from laminar_py.engines.local.weights import LayerWeights, Weights, load_weights
-from laminar_py.records.engine import RefusedError
+from laminar_py.records.engine import Changes
 from laminar_py.records.proofs import WeightsChecksum
 from laminar_py.records.weights import holds_adapter
 
@@ -100,14 +99,14 @@ class LocalModel:
         """True if it serves the values of a version's files, neither rounded to fp8 nor with an adapter merged."""
         return self._weights is not None and self._base is None and not self._spec.quantized
 
-    def change(self, files: Sequence[Path], version: int, *, served: int) -> None:
-        """Put changes since the `served` version into the weights; all of them, or `RefusedError`."""
-        if not self.takes_changes:
-            raise RefusedError(
-                f"version {version}: its files' values are not served as they are; load the whole version"
-            )
-        changes = zip(files, read_changes(files, version, served=served), strict=True)
-        apply_changes(list(changes), self._views, dtype=self._spec.dtype)
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Values of each tensor in the files, of a model that takes changes."""
+        return {name: views[0].numel for name, views in self._views.items()}
+
+    def change(self, changes: Changes) -> None:
+        """Put checked changes of the served weights into them."""
+        apply_changes(changes.files, self._views, dtype=self._spec.dtype)
 
     def _merge(self, adapter: Adapter) -> None:
         """Serve `adapter` merged into its base. Reads the base from disk if the last base does not fit."""

@@ -9,6 +9,7 @@ holds new requests at its own gate.
 import asyncio
 import itertools
 import logging
+import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -16,19 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_py.engines.checks import (
-    WeightsLayout,
-    check_load,
-    check_request,
-    read_changes,
-    response_limit,
-    weights_layout,
-)
+from laminar_py.engines.changes import check_base, check_changes
+from laminar_py.engines.checks import WeightsLayout, check_load, check_request, response_limit, weights_layout
 from laminar_py.engines.sglang.adapter import ServerAdapters, adapter_checksum
 from laminar_py.engines.sglang.http import CutOffError, ServerConnection
 from laminar_py.engines.sglang.stream import Served, Stream
 from laminar_py.engines.sglang.wire import RankUse, RankUses, UpdateAnswer, WeightsChecksums, WireError, WireFault
 from laminar_py.records.engine import (
+    Changes,
     Delta,
     EngineLostError,
     EngineStatus,
@@ -342,16 +338,23 @@ class SGLangEngine:
         """See `InferenceEngine.takes_changes`: if the server has our plugin, which knows the loaded weights."""
         return self._takes_changes
 
-    async def load_changes(self, files: Sequence[Path], version: int) -> None:
-        """Have the server's plugin put changed positions into the weights. Errors as `load_weights`."""
-        running = self._check_load(version)
-        if not self._takes_changes:
+    async def check_changes(self, files: Sequence[Path], version: int) -> Changes:
+        """See `InferenceEngine.check_changes`; in this process, while the server generates."""
+        self._connection.raise_if_lost()
+        if not self._takes_changes or self._layout is None:
             raise RefusedError(f"version {version}: the server takes no changes; load the whole version")
+        sizes = {name: math.prod(shape) for name, (shape, _) in self._layout.items()}
+        return await asyncio.to_thread(check_changes, files, version, served=self._version, sizes=sizes)
+
+    async def load_changes(self, changes: Changes) -> None:
+        """Have the server's plugin put changed positions into the weights. Errors as `load_weights`."""
+        running = self._check_load(changes.version)
+        check_base(changes, served=self._version)
         self._gate.clear()
         try:
-            await asyncio.to_thread(read_changes, files, version, served=self._version)
-            await self._update("\n".join(map(str, files)), version, running, load_format=CHANGES)
-            self._version = version
+            paths = "\n".join(str(file.path) for file in changes.files)
+            await self._update(paths, changes.version, running, load_format=CHANGES)
+            self._version = changes.version
         finally:
             self._open_gate()
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from laminar_py.engines.changes import check_changes
 from laminar_py.engines.local.model import LocalModel
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.engine import RefusedError
@@ -36,7 +37,7 @@ def test_changes_leave_the_tensors_of_a_whole_load(kind, served, published, tmp_
     changed, whole = LocalModel(spec, max_len=16), LocalModel(spec, max_len=16)
     changed.load(folder)
     before = changed.checksum()
-    changed.change([file], 2, served=1)
+    changed.change(check_changes([file], 2, served=1, sizes=changed.sizes))
     whole.load(after)
     assert changed.checksum() == whole.checksum()
     pairs = zip(changed._weights._tensors(), whole._weights._tensors(), strict=True)
@@ -69,8 +70,9 @@ def test_a_change_makes_nothing_of_a_tensors_size(tmp_path):
     file = write_changes(folder, nudged(folder, tmp_path / "v2"), tmp_path / "changes", base=1, version=2)
     model = LocalModel(ModelSpec.read(folder), max_len=16)
     model.load(folder)
+    changes = check_changes([file], 2, served=1, sizes=model.sizes)
     with torch.profiler.profile(profile_memory=True) as profile:
-        model.change([file], 2, served=1)
+        model.change(changes)
     most = max(event.cpu_memory_usage for event in profile.events())
     largest = max(tensor.nbytes for tensor in read_version(folder).values())
     assert 0 < most < largest / 8
@@ -84,4 +86,4 @@ async def test_changes_of_a_merged_adapter_are_refused(tmp_path):
         await engine.load_weights(save_adapter(tmp_path / "adapter", base), 2)
         assert not engine.takes_changes
         with pytest.raises(RefusedError, match="load the whole version"):
-            await engine.load_changes([file], 3)
+            await engine.check_changes([file], 3)

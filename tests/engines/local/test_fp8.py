@@ -75,7 +75,7 @@ async def test_changed_positions_are_refused_and_a_whole_load_moves_each_matrix(
         before = (await engine.checksum()).tensors
         assert not engine.takes_changes
         with pytest.raises(RefusedError, match="load the whole version"):
-            await engine.load_changes([file], 2)
+            await engine.check_changes([file], 2)
         await engine.load_weights(after, 2)
         now = (await engine.checksum()).tensors
     assert all(now[name] != before[name] for name in before)

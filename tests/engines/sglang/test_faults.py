@@ -19,7 +19,7 @@ from laminar_py.records.engine import EngineLostError, PauseMode, RefusedError
 from laminar_py.records.pieces import Recording
 from laminar_py.records.trajectory import FinishReason
 from laminar_py.records.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, AdapterConfig, base_digest
-from tests.engines.changes import save_changes
+from tests.engines.changes import load_changes, save_changes
 from tests.engines.engine_conformance import Caught, caught, collect, make_request, until
 
 PATIENCE_S = 20
@@ -422,7 +422,7 @@ async def test_a_server_that_fails_amid_new_weights_is_lost(call, status, tmp_pa
         for words, expected in (("other tensors", RefusedError), (f"{HALF_CHANGED} no memory", EngineLostError)):
             server.answers["/update_weights_from_disk"] = {"success": False, "message": words}
             changes = call == "load_changes"
-            load = engine.load_changes([file, then], 3) if changes else engine.load_weights(WEIGHTS, 2)
+            load = load_changes(engine, [file, then], 3) if changes else engine.load_weights(WEIGHTS, 2)
             with pytest.raises(expected, match=words.split("] ")[-1]) as raised:
                 await load
             assert "\n" not in str(raised.value)

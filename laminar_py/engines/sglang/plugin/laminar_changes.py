@@ -14,7 +14,6 @@ All TP ranks agree before the first value is written, and again after the last.
 
 import json
 import logging
-import math
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -129,12 +128,12 @@ def _change(updater: Any, files: list[Path]) -> str | None:
         return known or "no whole version was loaded before"
     changes: Changes = []
 
-    def check() -> None:
+    def read() -> None:
+        known.check(model)
         for path in files:
             changes.extend(read_changes(path))
-        known.check_changes(model, changes)
 
-    if (fault := _all_ranks(check)) is not None:
+    if (fault := _all_ranks(read)) is not None:
         return fault
     fault = _all_ranks(lambda: known.change(changes))
     return fault and f"{HALF_CHANGED} {fault}"
@@ -194,7 +193,7 @@ Changes = list[tuple[str, Tensor, Tensor]]  # name, places [n], values [n] of ea
 
 
 def read_changes(path: Path) -> Changes:
-    """Map a file of changes; `safe_open` would take longer than the changes. The client has checked its form."""
+    """Map a file of changes; `safe_open` would take longer than the changes. The client has checked it."""
     # Shared: with strict overcommit a private mapping costs the size of this sparse file, that is the model's.
     mapped = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
     start = 8 + int.from_bytes(bytes(mapped[:8].tolist()), "little")
@@ -284,9 +283,9 @@ class Places:
         self._layout, self._places = layout, places
         self._memory = _memory_of(model)
 
-    def check(self, model: torch.nn.Module, layout: Layout) -> None:
+    def check(self, model: torch.nn.Module, layout: Layout | None = None) -> None:
         """Raise `UnfitError` if the files have other tensors, or the parameters have moved."""
-        if layout != self._layout:
+        if layout not in (None, self._layout):
             raise UnfitError("other tensors than in the first version")
         if _memory_of(model) != self._memory:
             raise UnfitError("the parameters have moved")
@@ -306,20 +305,8 @@ class Places:
                 place.load(tensor)
         _synchronize()
 
-    def check_changes(self, model: torch.nn.Module, changes: Changes) -> None:
-        """Raise `UnfitError` for an unknown tensor, places that do not ascend within it, or values not finite."""
-        self.check(model, self._layout)
-        for name, at, to in changes:
-            if name not in self._layout:
-                raise UnfitError(f"{name} is no tensor of the model")
-            num = math.prod(self._layout[name][0])
-            if len(at) and (at[0] < 0 or at[-1] >= num or not (at[1:] > at[:-1]).all()):
-                raise UnfitError(f"{name} has places that do not ascend within its {num} values")
-            if not (to - to == 0).all():  # faster than `isfinite`
-                raise UnfitError(f"{name} has values that are not finite")
-
     def change(self, changes: Changes) -> None:
-        """Write changes that `check_changes` accepts, in turn."""
+        """Write changes in turn. The client has checked them against the version that it loaded before."""
         for name, at, to in changes:
             for place in self._places[name]:
                 device = place.target.device
