@@ -1,4 +1,4 @@
-"""Checks of files of changes, before an engine stands still for them; called by engines that take changes.
+"""Checks of changed positions before an engine stands still for them; called by engines that take changes.
 
 Pure. The format is in `records/weights.py`.
 """
