@@ -318,7 +318,7 @@ def _(module: ModuleType) -> None:
 
     def lost(self, update_, sums, partition, *, at_step_start):
         loss = backward(self, update_, sums, partition, at_step_start=at_step_start)
-        if self._ranks.mesh.get_rank() == 1:
+        if self.ranks.mesh.get_rank() == 1:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.to_local().zero_()
