@@ -33,7 +33,7 @@ from laminar_py.records.engine import DraftCounts, GenerateRequest, PauseMode, S
 from laminar_py.runtime.preflight.inputs import stop_ids
 
 EPOCHS = 2
-TURN = 16  # steps of one engine until the other takes its turn
+TURN = 64  # steps of one engine until the other takes its turn
 WARM_UP = 4  # an epoch has as many times the responses of a warm-up
 LAMINAR = Path(sys.executable).with_name("laminar")
 
@@ -242,9 +242,10 @@ def speed(task: Task, *, slots: int, rounds: int, most: int) -> list[Row]:
     most = min(most, len(task.prompts) * task.group_size * WARM_UP // (WARM_UP + 1))
     epochs: dict[str, list[Sampled]] = {"drafts": [], "plain": []}
     for turn in range(rounds):
+        names = list(epochs) if turn % 2 else list(epochs)[::-1]  # of equal progress the first takes a turn
         sides = {
             name: sample(task, slots=slots, drafts=name == "drafts", most=most, warm_up=most // WARM_UP)
-            for name in epochs
+            for name in names
         }
         for name, found in abreast(sides).items():
             epochs[name].append(found)
@@ -292,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if options.identity:
                     rows += identity(task, most=options.identity)
                 for slots in options.slots:
-                    most = round(options.responses * slots**0.5 / 8)
+                    most = max(1, round(options.responses * slots**0.5 / 8))
                     rows += speed(task, slots=slots, rounds=options.rounds, most=most)
                     log_line("\n".join(f"{row.name} {row.value:.3f}" for row in rows[-EPOCHS - 1 :]))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

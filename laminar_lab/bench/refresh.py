@@ -196,11 +196,14 @@ async def _compare(kind: str, open_engine: Open, publisher: VersionWriter, repea
         await engine.load_weights(publisher.whole, publisher.version)
         assert await engine.checksum() == changed, f"{VERSIONS} versions by changes differ from the last version"
         extra: list[float] = []
+        checks_s: list[float] = []
 
         async def delta() -> float:
             publisher.step()
             before = _memory(opened.pid, reset=True)
+            began_s = time.perf_counter()
             changes = await engine.check_changes([publisher.changes], publisher.version)
+            checks_s.append(time.perf_counter() - began_s)
             elapsed_s = await _standing_s(engine.load_changes(changes))
             extra.append((_memory(opened.pid) - before) / publisher.bound_bytes)
             return elapsed_s
@@ -223,7 +226,8 @@ async def _compare(kind: str, open_engine: Open, publisher: VersionWriter, repea
     conditions = (
         f"{publisher.parameters / 1e6:.0f}M parameters in bf16, AdamW at {LR:g}, {publisher.share:.2%} of the"
         f" values changed; a drained engine (`drain`); {VERSIONS} versions by changes had the checksum"
-        f" of a whole load; " + ", ".join(f"{name} {1000 * median(found):.0f} ms" for name, found in times.items())
+        f" of a whole load; the check of changes before took {1000 * median(checks_s):.0f} ms; "
+        + ", ".join(f"{name} {1000 * median(found):.0f} ms" for name, found in times.items())
     )
     rows = [Ratio.between(times["delta"], times["full"]).row(f"refresh_delta_over_full_{kind}", conditions)]
     if "disk" in times:

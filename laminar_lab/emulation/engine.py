@@ -20,7 +20,7 @@ from laminar_lab.emulation.scheduler import EmulatedScheduler
 from laminar_lab.emulation.settings import EngineTimes
 from laminar_py.engines import StreamingEngine, weights_layout
 from laminar_py.records import EngineStatus, PauseMode
-from laminar_py.records.engine import Changes, RefusedError
+from laminar_py.records.engine import CheckedChanges, RefusedError
 from laminar_py.records.proofs import WeightsChecksum
 
 log = logging.getLogger(__name__)
@@ -122,14 +122,14 @@ class EmulatedEngine(StreamingEngine[EmulatedScheduler]):
         """False: `load_s` of a profile is the time of a whole version."""
         return False
 
-    async def check_changes(self, files: Sequence[Path], version: int) -> Changes:
+    async def check_changes(self, files: Sequence[Path], version: int) -> CheckedChanges:
         """Refuse: see `takes_changes`."""
         self._raise_if_lost()
         raise RefusedError(
             f"version {version}: the emulated engine has no time for changes; load the whole version"
         )
 
-    async def load_changes(self, changes: Changes) -> None:
+    async def load_changes(self, changes: CheckedChanges) -> None:
         """Refuse: see `takes_changes`."""
         await self.check_changes([], changes.version)
 

@@ -4,12 +4,15 @@ A replica calls an engine. `tests/engines/engine_conformance.py` tests the behav
 """
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import reduce
 from pathlib import Path
 from typing import Protocol, Self, runtime_checkable
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from laminar_py.records.codec import FloatArray, IntArray
 from laminar_py.records.pieces import RoutedExperts, SamplingMask
@@ -173,7 +176,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     corpus_bytes: int = 0  # memory of the finished responses that drafts come from
 
 
-class ChangedTensor(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedTensor:
     """Changes of a tensor in a file, e.g. `ChangedTensor(name=name, dtype="BF16", num=3, at=88, to=112)`."""
 
     name: str
@@ -183,19 +187,25 @@ class ChangedTensor(msgspec.Struct, frozen=True, kw_only=True):
     to: int  # first byte of the values
 
 
-class ChangesFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of changes, and its tensors."""
+@dataclass(frozen=True, slots=True)
+class CheckedFile:
+    """A file of changes, mapped, e.g. `CheckedFile(Path("/dev/shm/laminar-x/changes-8"), tensors, data)`."""
 
     path: Path
     tensors: tuple[ChangedTensor, ...]
+    data: npt.NDArray[np.uint8]  # the bytes of the file; the mapping outlives its name
 
 
-class Changes(msgspec.Struct, frozen=True, kw_only=True):
-    """Files that lead in turn from the version `base` to `version`, as an engine has checked them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedChanges:
+    """Files that an engine has checked, e.g. `CheckedChanges(base=7, version=8, files=(file,))`.
+
+    They lead in turn from the version `base` to `version`.
+    """
 
     base: int
     version: int
-    files: tuple[ChangesFile, ...]
+    files: tuple[CheckedFile, ...]
 
 
 class InferenceEngine(Protocol):
@@ -233,19 +243,19 @@ class InferenceEngine(Protocol):
         """False if `check_changes` would refuse all files now, as before the first weights and with an adapter."""
         ...
 
-    async def check_changes(self, files: Sequence[Path], version: int) -> Changes:
-        """Read files of changes (see `records/weights.py`) while requests run, and check that they fit.
+    async def check_changes(self, files: Sequence[Path], version: int) -> CheckedChanges:
+        """Map files of changes (see `records/weights.py`), and check that they fit; requests may run.
 
         The first file must lead from the served version, and the last file to `version`. Raises `RefusedError` for
         other versions, unknown tensors, places outside a tensor, and values that are not finite.
         """
         ...
 
-    async def load_changes(self, changes: Changes) -> None:
+    async def load_changes(self, changes: CheckedChanges) -> None:
         """Apply what `check_changes` returned; serve its version from the next token on.
 
-        Raises `RefusedError`, with the old weights in place, if the engine serves another version than the base by
-        now; `RuntimeError` while requests run unpaused.
+        Raises `RefusedError`, with the old weights in place, if the engine no longer serves the base, or a server
+        cannot read the files; `RuntimeError` while requests run unpaused.
         """
         ...
 

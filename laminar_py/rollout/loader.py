@@ -3,21 +3,24 @@
 `Replica` calls it and holds no request in the engine meanwhile. Under each `on_new_weights` a load is the same:
 
     pull against the served version --changes--> engine.check_changes --refused--+
+           |                                        |                            v
+           |                              engine.load_changes ----refused--> pull the whole folder
            |                                        |                            |
-           |                              engine.load_changes                    v
-           +--whole folder--> engine.load_weights <-+-- every `verify_every` -- pull the whole folder
+           |                                        +-- every `verify_every` -->-+
+           +--whole folder--> engine.load_weights <------------------------------+
 
-Changes are checked while the engine generates, so it stands still only while it writes them.
+Where trajectories generate meanwhile (`swap`), the engine stands still for the last two calls alone.
 A verified load by changes is followed by a whole load of the same version, which must leave the same hashes.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_py.config.rollout import OnNewWeights
-from laminar_py.records.engine import Changes, InferenceEngine, PauseMode, RefusedError
+from laminar_py.records.engine import CheckedChanges, InferenceEngine, PauseMode, RefusedError
 from laminar_py.records.events import VersionLoaded
 from laminar_py.records.proofs import WeightsChecksum
 from laminar_py.records.weights import PulledVersion, VersionLostError, WeightSource
@@ -27,6 +30,15 @@ from laminar_py.rollout.verifying import Prober, TensorWatch, differing
 
 PAUSES = {OnNewWeights.RETRACT: PauseMode.RETRACT, OnNewWeights.IN_PLACE: PauseMode.IN_PLACE}
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A pulled version, ready to load: its checked changes, or its folder."""
+
+    pulled: PulledVersion
+    changes: CheckedChanges | None = None
+    refused: bool = False  # the engine refused its changes
 
 
 class WeightLoader:
@@ -60,8 +72,7 @@ class WeightLoader:
         began = self._out.clock.now()
         self._streams.serving.clear()
         try:
-            pulled = await self._pull(version)
-            await self._install(pulled, await self._check(pulled), began)
+            await self._install(await self._check(await self._pull(version)), began)
         except VersionLostError as error:
             if self.version >= 0:
                 self._streams.serving.set()
@@ -74,23 +85,25 @@ class WeightLoader:
     async def swap(self, policy: OnNewWeights, *, may_swap: Callable[[], bool]) -> None:
         """Pull the newest version while trajectories generate; then pause them as `policy` says, load, and resume.
 
-        If `may_swap()` is false after the pull, the engine keeps its version.
+        If `may_swap()` is false after the pull or the check, the engine keeps its version.
         """
         began = self._out.clock.now()
         try:
             pulled = await self._pull(None)
+            if not may_swap():
+                return  # a trajectory that arrived during the pull needs the present version
+            ready = await self._check(pulled)
         except VersionLostError as error:
             self._note_kept(error)
             return
-        changes = await self._check(pulled)
         if not may_swap():
-            return  # a trajectory that arrived meanwhile needs the present version
+            return
         self._streams.serving.clear()
         interrupted = await self._streams.interrupt() if policy is OnNewWeights.RESUME else []
         if policy is not OnNewWeights.RESUME:
             await self._engine.pause(PAUSES[policy])
         try:
-            await self._install(pulled, changes, began)
+            await self._install(ready, began)
         except VersionLostError as error:
             self._note_kept(error)
             self._streams.serving.set()
@@ -147,28 +160,34 @@ class WeightLoader:
         except RuntimeError as error:
             raise VersionLostError(str(error)) from error
 
-    async def _check(self, pulled: PulledVersion) -> Changes | None:
-        """Check the changes of a version; None if it has none, or they do not fit and a warning says why."""
+    async def _check(self, pulled: PulledVersion) -> "_Ready":
+        """Check the changes of a version, if it has any. If they do not fit, warn and pull its folder.
+
+        Raises `VersionLostError` if the folder is gone.
+        """
         if not pulled.changes:
-            return None
+            return _Ready(pulled)
         try:
-            return await self._engine.check_changes([Path(file) for file in pulled.changes], pulled.version)
+            changes = await self._engine.check_changes([Path(file) for file in pulled.changes], pulled.version)
         except RefusedError as error:
-            self._note_refused(error, pulled.version)
-            return None
+            return _Ready(await self._pull_refused(pulled.version, error), refused=True)
+        return _Ready(pulled, changes)
 
-    def _note_refused(self, error: RefusedError, version: int) -> None:
+    async def _pull_refused(self, version: int, error: RefusedError) -> PulledVersion:
+        """Pull the folder of a version whose changes were refused."""
         log.warning("replica %d loads the whole version %d: %s", self._out.index, version, error)
+        return await self._pull_folder(version)
 
-    async def _install(self, pulled: PulledVersion, changes: Changes | None, began: float) -> None:
-        """Load a pulled version, let requests enter the engine, and report the load with its time since `began`.
+    async def _install(self, ready: "_Ready", began: float) -> None:
+        """Load a version, let requests enter the engine, and report the load with its time since `began`.
 
         Among each `_verify_every` consecutive versions, the first that is loaded is hashed. Raises
         `VersionLostError`, with the old weights in place, if changes are refused and the folder is gone.
         """
         await self.end_probe()
-        base = await self._apply(pulled, changes)
-        fell_back = base is None and bool(pulled.changes)
+        pulled = ready.pulled
+        base = await self._apply(ready)
+        fell_back = base is None and (ready.refused or ready.changes is not None)
         found: WeightsChecksum | None = None
         stale: tuple[str, ...] = ()
         if self._verify_every and (fell_back or pulled.version >= self._next_verified):
@@ -191,20 +210,19 @@ class WeightLoader:
         how = "" if base is None else f" by changes since version {base}"
         log.info("replica %d serves version %d%s after %.3f s", self._out.index, pulled.version, how, elapsed)
 
-    async def _apply(self, pulled: PulledVersion, changes: Changes | None) -> int | None:
+    async def _apply(self, ready: "_Ready") -> int | None:
         """Have the engine apply the checked changes of a version, or else load its folder.
 
         Returns the version that was changed; None after a whole load.
         """
-        if changes is not None:
+        pulled = ready.pulled
+        if ready.changes is not None:
             try:
-                await self._engine.load_changes(changes)
+                await self._engine.load_changes(ready.changes)
             except RefusedError as error:
-                self._note_refused(error, pulled.version)
+                pulled = await self._pull_refused(pulled.version, error)
             else:
-                return changes.base
-        if pulled.changes:
-            pulled = await self._pull_folder(pulled.version)
+                return ready.changes.base
         await self._engine.load_weights(Path(pulled.path), pulled.version)
         return None
 

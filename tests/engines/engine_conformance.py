@@ -11,19 +11,18 @@ import functools
 import math
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from laminar_py.records.engine import (
-    Changes,
+    CheckedChanges,
     Delta,
     EngineLostError,
     GenerateRequest,
@@ -633,9 +632,31 @@ async def changes_that_do_not_fit_are_refused_and_the_old_weights_stay(make: Fac
             assert (await collect(rig.engine, make_request())).versions == [1] * 20
             late = await rig.engine.check_changes([changes()], 2)
             await load_changes(rig.engine, [changes()], 2)
-            with pytest.raises(RefusedError, match="from version 1, but 2 is served; load the whole version"):
-                await rig.engine.load_changes(replace(late, version=3))
+            for version in (2, 3):
+                with pytest.raises(RefusedError, match="from version 1, but 2 is served; load the whole version"):
+                    await rig.engine.load_changes(replace(late, version=version))
         assert await rig.engine.checksum() != before
+
+
+async def files_that_vanish_after_their_check_are_applied_or_refused_together(make: Factory) -> None:
+    async with make() as rig:
+        if not rig.engine.takes_changes:
+            pytest.skip("takes whole versions alone")
+        before = await rig.engine.checksum()
+        with tempfile.TemporaryDirectory() as name:
+            folders, files = [rig.weights[0]], []
+            for version in (2, 3):
+                folders.append(nudged(folders[-1], Path(name) / f"v{version}", seed=version))
+                file = Path(name) / f"v{version}-changes"
+                files.append(write_changes(*folders[-2:], file, base=version - 1, version=version))
+            changes = await rig.engine.check_changes(files, 3)
+            files[1].unlink()
+            with suppress(RefusedError):
+                await rig.engine.load_changes(changes)
+            found, version = await rig.engine.checksum(), rig.engine.status().version
+            await rig.engine.load_weights(folders[-1], 3)
+            assert found == (before if version == 1 else await rig.engine.checksum())
+            assert version in (1, 3)
 
 
 async def changes_do_not_come_under_a_running_request(make: Factory) -> None:
@@ -682,7 +703,7 @@ async def a_lost_engine_says_so_in_every_method(make: Factory, kill: Callable[[I
             engine.resume(),
             engine.load_weights(rig.weights[1], 2),
             engine.check_changes([rig.weights[1] / "model.safetensors"], 2),
-            engine.load_changes(Changes(base=1, version=2, files=())),
+            engine.load_changes(CheckedChanges(base=1, version=2, files=())),
             engine.checksum(),
             engine.watch(),
         ):
@@ -731,5 +752,6 @@ LAWS = (
     versions_never_go_back,
     changes_of_twenty_versions_leave_the_weights_of_a_whole_load,
     changes_that_do_not_fit_are_refused_and_the_old_weights_stay,
+    files_that_vanish_after_their_check_are_applied_or_refused_together,
     changes_do_not_come_under_a_running_request,
 )

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from laminar_py.config.rollout import OnNewWeights
 from laminar_py.engines.local.weights import FileView
-from laminar_py.records.engine import EngineLostError
+from laminar_py.records.engine import EngineLostError, RefusedError
 from laminar_py.records.weights import AT, TO
 from tests.engines.changes import nudged, read_version, save_changes, write_changes
 from tests.learner.builders import make_model_folder
@@ -104,6 +104,45 @@ async def test_refused_changes_are_followed_by_the_whole_version_and_a_hash(
         assert "not finite" in caplog.text
         assert weights.pulls[1:] == [(1, 0), (1, -1)]
         assert (await load(story, weights, 2)).base == 1
+
+
+async def test_changes_that_an_engine_refuses_after_their_check_are_followed_by_the_whole_version(
+    versions, changes
+):
+    async with serving(versions, policy=OnNewWeights.IN_PLACE, verify_every=100) as (story, weights):
+        weights.changes = changes
+        await story.until(lambda s: s.loads == [0] and s.admissible > 0)
+        story.replica.start_assignments([assignment("a", length=3000)])
+        await story.until(lambda s: len(s.ids["a"]) > 0)
+
+        async def refuse(changes):
+            raise RefusedError(f"version {changes.version}: the parameters have moved")
+
+        story.replica._engine.load_changes = refuse
+        event = await load(story, weights, 1)
+        assert (event.base, event.stale) == (None, ())
+        assert event.checksum == (await story.replica._engine.checksum()).total
+        assert weights.pulls[1:] == [(1, 0), (1, -1)]
+
+
+async def test_a_trajectory_that_arrives_during_the_check_keeps_the_version(versions, changes):
+    async with serving(versions, policy=OnNewWeights.IN_PLACE, verify_every=100) as (story, weights):
+        weights.changes = changes
+        await story.until(lambda s: s.loads == [0] and s.admissible > 0)
+        story.replica.start_assignments([assignment("a", length=3000)])
+        await story.until(lambda s: len(s.ids["a"]) > 0)
+        engine, asked = story.replica._engine, []
+
+        async def check(files, version):
+            asked.append(version)
+            return await type(engine).check_changes(engine, files, version)
+
+        engine.check_changes = check
+        story.replica._may_swap = lambda: not asked
+        await weights.publish(1)
+        await story.until(lambda s: asked)
+        await story.until(lambda s: "a" in s.ended)
+        assert story.versions("a") == {0}
 
 
 async def test_a_refusal_whose_folder_is_gone_leaves_the_old_version_to_the_running(versions, tmp_path):

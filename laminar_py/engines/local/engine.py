@@ -23,7 +23,7 @@ from laminar_py.config.section import ConfigError
 from laminar_py.engines.base import StreamingEngine
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
-from laminar_py.records.engine import Changes, EngineLostError, EngineStatus, GenerateRequest, PauseMode
+from laminar_py.records.engine import CheckedChanges, EngineLostError, EngineStatus, GenerateRequest, PauseMode
 from laminar_py.records.pieces import Recording
 from laminar_py.records.proofs import WeightsChecksum
 
@@ -98,12 +98,12 @@ class LocalEngine(StreamingEngine[Scheduler]):
         """See `InferenceEngine.takes_changes`: with whole weights."""
         return self._scheduler.takes_changes
 
-    async def check_changes(self, files: Sequence[Path], version: int) -> Changes:
+    async def check_changes(self, files: Sequence[Path], version: int) -> CheckedChanges:
         """See `InferenceEngine.check_changes`; beside the engine's thread."""
         self._raise_if_lost()
         return await asyncio.to_thread(self._scheduler.check_changes, files, version)
 
-    async def load_changes(self, changes: Changes) -> None:
+    async def load_changes(self, changes: CheckedChanges) -> None:
         """Put changed positions into the served tensors, between two steps. Errors as `load_weights`."""
         await self._run(partial(self._scheduler.load_changes, changes))
 

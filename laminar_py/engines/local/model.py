@@ -17,7 +17,7 @@ from laminar_py.engines.local.attention import DecodeAttention, DecodePlan, Pref
 from laminar_py.engines.local.changes import Views, apply_changes
 from laminar_py.engines.local.spec import Mixture, ModelSpec
 from laminar_py.engines.local.weights import LayerWeights, Weights, load_weights
-from laminar_py.records.engine import Changes
+from laminar_py.records.engine import CheckedChanges
 from laminar_py.records.proofs import WeightsChecksum
 from laminar_py.records.weights import holds_adapter
 
@@ -101,10 +101,10 @@ class LocalModel:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Values of each tensor in the files, of a model that takes changes."""
+        """Number of values of each tensor in the files, of a model that takes changes."""
         return {name: views[0].numel for name, views in self._views.items()}
 
-    def change(self, changes: Changes) -> None:
+    def change(self, changes: CheckedChanges) -> None:
         """Put checked changes of the served weights into them."""
         apply_changes(changes.files, self._views, dtype=self._spec.dtype)
 

@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace
 
 from laminar_py.engines.base import RequestScheduler
-from laminar_py.engines.changes import check_base, check_changes
+from laminar_py.engines.changes import check_changes, check_served
 from laminar_py.engines.local.attention import Drafts, plan_decode
 from laminar_py.engines.local.drafts import MOST_DRAFT, Drafter
 from laminar_py.engines.local.kv import BLOCK, BlockPool, Indices
@@ -27,7 +27,7 @@ from laminar_py.engines.local.sampling import is_near, uniforms
 from laminar_py.engines.local.slots import Rows, Slots, State
 from laminar_py.engines.local.spec import ModelSpec
 from laminar_py.records.codec import BoolArray, FloatArray, IntArray
-from laminar_py.records.engine import Changes, EngineLostError, EngineStatus, GenerateRequest, RefusedError
+from laminar_py.records.engine import CheckedChanges, EngineLostError, EngineStatus, GenerateRequest, RefusedError
 from laminar_py.records.pieces import Recording, RoutedExperts, SamplingMask, join_experts
 from laminar_py.records.proofs import WeightsChecksum
 from laminar_py.records.trajectory import FinishReason
@@ -100,20 +100,24 @@ class Scheduler(RequestScheduler[Job]):
         self._model.load(folder)
         self._serve(version)
 
-    def check_changes(self, files: Sequence[Path], version: int) -> Changes:
+    def check_changes(self, files: Sequence[Path], version: int) -> CheckedChanges:
         """See `InferenceEngine.check_changes`. Safe to call from any thread."""
+        self._check_takes_changes(version)
+        return check_changes(files, version, served=self._version, sizes=self._model.sizes)
+
+    def load_changes(self, changes: CheckedChanges) -> None:
+        """Put changes into the weights. Errors as `load_weights`."""
+        self._check_takes_changes(changes.version)
+        check_served(changes, served=self._version)
+        self.check_load(changes.version)
+        self._model.change(changes)
+        self._serve(changes.version)
+
+    def _check_takes_changes(self, version: int) -> None:
         if not self.takes_changes:
             raise RefusedError(
                 f"version {version}: its files' values are not served as they are; load the whole version"
             )
-        return check_changes(files, version, served=self._version, sizes=self._model.sizes)
-
-    def load_changes(self, changes: Changes) -> None:
-        """Put changes into the weights. Errors as `load_weights`."""
-        self.check_load(changes.version)
-        check_base(changes, served=self._version)
-        self._model.change(changes)
-        self._serve(changes.version)
 
     def _serve(self, version: int) -> None:
         """Note that the weights of `version` are loaded."""

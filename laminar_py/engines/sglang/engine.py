@@ -17,14 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_py.engines.changes import check_base, check_changes
+from laminar_py.engines.changes import check_changes, check_served
 from laminar_py.engines.checks import WeightsLayout, check_load, check_request, response_limit, weights_layout
 from laminar_py.engines.sglang.adapter import ServerAdapters, adapter_checksum
 from laminar_py.engines.sglang.http import CutOffError, ServerConnection
 from laminar_py.engines.sglang.stream import Served, Stream
 from laminar_py.engines.sglang.wire import RankUse, RankUses, UpdateAnswer, WeightsChecksums, WireError, WireFault
 from laminar_py.records.engine import (
-    Changes,
+    CheckedChanges,
     Delta,
     EngineLostError,
     EngineStatus,
@@ -338,7 +338,7 @@ class SGLangEngine:
         """See `InferenceEngine.takes_changes`: if the server has our plugin, which knows the loaded weights."""
         return self._takes_changes
 
-    async def check_changes(self, files: Sequence[Path], version: int) -> Changes:
+    async def check_changes(self, files: Sequence[Path], version: int) -> CheckedChanges:
         """See `InferenceEngine.check_changes`; in this process, while the server generates."""
         self._connection.raise_if_lost()
         if not self._takes_changes or self._layout is None:
@@ -346,10 +346,11 @@ class SGLangEngine:
         sizes = {name: math.prod(shape) for name, (shape, _) in self._layout.items()}
         return await asyncio.to_thread(check_changes, files, version, served=self._version, sizes=sizes)
 
-    async def load_changes(self, changes: Changes) -> None:
+    async def load_changes(self, changes: CheckedChanges) -> None:
         """Have the server's plugin put changed positions into the weights. Errors as `load_weights`."""
+        self._connection.raise_if_lost()
+        check_served(changes, served=self._version)
         running = self._check_load(changes.version)
-        check_base(changes, served=self._version)
         self._gate.clear()
         try:
             paths = "\n".join(str(file.path) for file in changes.files)

@@ -48,13 +48,14 @@ def test_changes_leave_the_tensors_of_a_whole_load(kind, served, published, tmp_
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_weight_that_changed_by_one_rounding_has_another_hash(kind, tmp_path):
-    folder = recast(save_model(tmp_path / "v1", kind), served="float32", published="float32")
+    widths = {"head_dim": 24} if kind.startswith("qwen3") else {}  # the root of 16 is exact
+    folder = recast(save_model(tmp_path / "v1", kind, **widths), served="float32", published="float32")
     values, up = torch.linspace(1, 2, 4096), torch.tensor(torch.inf)
     first = read_version(folder)
     for name, tensor in first.items():
         root = tensor.shape[-1] ** 0.5
         lost = values[values * root == values.nextafter(up) * root]  # by a product with the root of a norm's width
-        if name.endswith("norm.weight") and len(lost):
+        if name.endswith("norm.weight"):
             tensor.fill_(lost[0])
     model = LocalModel(ModelSpec.read(folder), max_len=16)
     found = []

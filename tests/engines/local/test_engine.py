@@ -84,11 +84,11 @@ MODELS = {
 }
 
 
-def save_model(folder: Path, kind: str = "qwen3", *, seed: int = 0) -> Path:
-    """A random model whose norms and biases are random too."""
+def save_model(folder: Path, kind: str = "qwen3", *, seed: int = 0, **settings: int) -> Path:
+    """A random model whose norms and biases are random too; `settings` are of its config."""
     torch.manual_seed(seed)
     architecture, config = MODELS[kind]
-    model = architecture(config)
+    model = architecture(type(config).from_dict(config.to_dict() | settings) if settings else config)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.3 * torch.randn_like(parameter)

@@ -140,6 +140,9 @@ def test_an_error_amid_changes_is_told_from_refused_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(laminar_changes, "_all_ranks", alone)
     monkeypatch.setitem(laminar_changes._known, model, record(model, layout_of(first)))
     assert "No such file" in laminar_changes._change(updater, [file, tmp_path / "missing"])
+    with monkeypatch.context() as patch:
+        patch.setattr(laminar_changes._known[model], "_memory", [])
+        assert laminar_changes._change(updater, [file]) == "the parameters have moved"
     assert equal(model, loaded(first, 0, torch.bfloat16))
     put, done = Place.put, []
 

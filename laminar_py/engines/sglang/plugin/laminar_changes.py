@@ -9,7 +9,8 @@ After the first load by SGLang's own loader, the model's `load_weights` runs onc
 and stacked tensors, padding. Every such `Place` is then compared with the loaded parameter. A model that does not
 agree, e.g. a quantised one, keeps SGLang's loader and refuses changes (`tests/engines/sglang/test_plugin.py`).
 
-All TP ranks agree before the first value is written, and again after the last.
+All TP ranks agree before the first value is written, and again after the last. The client has checked places and
+values of changes before it paused the server (`engines/changes.py`).
 """
 
 import json
@@ -129,7 +130,7 @@ def _change(updater: Any, files: list[Path]) -> str | None:
     changes: Changes = []
 
     def read() -> None:
-        known.check(model)
+        known.check_memory(model)
         for path in files:
             changes.extend(read_changes(path))
 
@@ -283,10 +284,14 @@ class Places:
         self._layout, self._places = layout, places
         self._memory = _memory_of(model)
 
-    def check(self, model: torch.nn.Module, layout: Layout | None = None) -> None:
+    def check(self, model: torch.nn.Module, layout: Layout) -> None:
         """Raise `UnfitError` if the files have other tensors, or the parameters have moved."""
-        if layout not in (None, self._layout):
+        if layout != self._layout:
             raise UnfitError("other tensors than in the first version")
+        self.check_memory(model)
+
+    def check_memory(self, model: torch.nn.Module) -> None:
+        """Raise `UnfitError` if the parameters have moved."""
         if _memory_of(model) != self._memory:
             raise UnfitError("the parameters have moved")
 
