@@ -111,11 +111,11 @@ def _(module: ModuleType) -> None:
 def _(module: ModuleType) -> None:
     decode = module.Scheduler._decode
 
-    def shifted(self, rows, positions):
+    def shifted(self, rows, positions, drafts=None):
         import numpy as np
 
         resumed = np.array([len(self._running[int(slot)].response) > 1 for slot in rows.slots])
-        return decode(self, rows, np.where(resumed, positions - 1, positions))
+        return decode(self, rows, np.where(resumed, positions - 1, positions), drafts)
 
     module.Scheduler._decode = shifted
 
@@ -166,7 +166,7 @@ def _(module: ModuleType) -> None:
 @plant(
     "first_tokens_are_shared",
     f"{ENGINE}.scheduler",
-    "groups",
+    ("groups", "sampling"),
     "the first eight tokens of all samples have one random number",
     within=20,
 )
@@ -287,31 +287,15 @@ def _(module: ModuleType) -> None:
 
 
 @plant(
-    "no_clipping", STEP, "optimizer", "gradients are not clipped", settings=["learner.grad_clip=0.01"], within=3
+    "no_clipping",
+    "laminar_py.learner.optimizer",
+    "optimizer",
+    "gradients are not clipped",
+    settings=["learner.grad_clip=0.01"],
+    within=3,
 )
 def _(module: ModuleType) -> None:
-    import torch
-
-    class NoClip:
-        def __getattr__(self, name):
-            return getattr(torch.nn.utils, name)
-
-        def clip_grads_with_norm_(self, *_):
-            return None
-
-    class NN:
-        utils = NoClip()
-
-        def __getattr__(self, name):
-            return getattr(torch.nn, name)
-
-    class Torch:
-        nn = NN()
-
-        def __getattr__(self, name):
-            return getattr(torch, name)
-
-    module.torch = Torch()
+    module.torch.nn.utils.clip_grads_with_norm_ = lambda *_: None
 
 
 @plant("clipped_to_nothing", STEP, "optimizer", "gradients are clipped to nothing", within=3)
