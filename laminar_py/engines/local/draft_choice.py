@@ -35,15 +35,16 @@ class Rate:
 class DraftChoice:
     """Choice between drafts and none in steps of one kind: the way that was faster in trials of the other.
 
-    A trial is compared with the steps just before it, since rates change as responses grow. The slower a way was,
-    the longer it is not tried, so that trials cost `TRIAL_SHARE` of the time. The wait at most doubles, since a
-    trial is short and may mislead.
+    A trial is compared with the steps just before it, since rates change as responses grow. It is short and may
+    mislead, so a second one confirms a change of the way. The slower a way was, the longer it is not tried: trials
+    cost `TRIAL_SHARE` of the time, and the wait at most doubles.
     """
 
     used: int = 0  # steps so far
     trials: int = 0
     speedup: float = 1.0  # rate with drafts over the rate without; the last trial counts half
     drafts: bool = False  # the faster way
+    doubted: bool = False  # the other way was faster in the last trial
     steps: int = 0  # since the last trial
     wait: int = FIRST  # steps until the next
     rate: Rate = field(default_factory=Rate)  # of the faster way
@@ -73,10 +74,12 @@ class DraftChoice:
         found = 1 / gain if self.drafts else gain
         self.speedup = math.sqrt(self.speedup * found) if self.trials else found
         self.trials += 1
-        if self.drafts is not (self.speedup > 1):
-            self.drafts = not self.drafts
-            self.rate, self.wait = Rate(), 2 * FIRST  # the trial may have misled
+        if self.drafts is not (found > 1):
+            if self.doubted:
+                self.drafts, self.rate = not self.drafts, Rate()
+            self.doubted, self.wait = not self.doubted, 2 * FIRST
             return
+        self.doubted = False
         lost_s = TRIAL / tried.steps * (tried.seconds - tried.tokens * rate.seconds / rate.tokens)
         wanted = lost_s * rate.steps / rate.seconds / TRIAL_SHARE  # steps
         self.wait = round(max(FASTER, min(2 * self.wait, wanted)))
