@@ -1,7 +1,7 @@
 """Finished responses by prompt, within bounds on memory and age. Owned by `drafts`, which continues them.
 
-It holds tokens alone, as strings with a character for each (`characters`): a look-up scans the few responses of
-one prompt, so no index costs memory beside them.
+It holds tokens alone, from their first use on as strings with a character for each (`characters`): a look-up scans
+the few responses of one prompt, so no index costs memory beside them.
 """
 
 from collections import OrderedDict
@@ -16,18 +16,24 @@ OLDEST = 1000  # versions since a response was sampled, after which it is droppe
 LEAST_TOKENS = 4  # of a response that is kept; the run's probes have one
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KeptResponse:
-    """A finished response, e.g. `KeptResponse(prompt, characters(ids), 7)`."""
+    """A finished response, e.g. `KeptResponse(prompt, ids, 7)`."""
 
     prompt: bytes  # digest
-    text: str
+    tokens: IntArray | str  # many prompts never come again, so the string waits for its first use
     version: int  # weights that sampled its last token
 
     @property
     def num_bytes(self) -> int:
         """Memory that it takes, at most."""
-        return 4 * len(self.text) + RESPONSE_BYTES
+        return 4 * len(self.tokens) + RESPONSE_BYTES
+
+    def text(self) -> str:
+        """Return its string."""
+        if not isinstance(self.tokens, str):
+            self.tokens = characters(self.tokens)
+        return self.tokens
 
 
 class Corpus:
@@ -53,17 +59,17 @@ class Corpus:
 
     def of(self, prompt: bytes) -> list[str]:
         """Return the responses to a prompt by its digest, the oldest first."""
-        return [self._kept[rid].text for rid in self._by_prompt.get(prompt, ())]
+        return [self._kept[rid].text() for rid in self._by_prompt.get(prompt, ())]
 
-    def add(self, rid: str, prompt: bytes, text: str, *, version: int) -> None:
+    def add(self, rid: str, prompt: bytes, ids: IntArray, *, version: int) -> None:
         """Keep the response of a request under `version`, in place of its earlier turns."""
         self._drop(rid)
-        if len(text) < LEAST_TOKENS or version < self._oldest:
+        if len(ids) < LEAST_TOKENS or version < self._oldest:
             return
         of_prompt = self._by_prompt.setdefault(prompt, [])
         if len(of_prompt) == MOST_RESPONSES:
             self._drop(of_prompt[0])
-        kept = self._kept[rid] = KeptResponse(prompt, text, version)
+        kept = self._kept[rid] = KeptResponse(prompt, ids, version)
         of_prompt.append(rid)
         self.num_bytes += kept.num_bytes
         while self.num_bytes > self._most_bytes:

@@ -10,6 +10,7 @@ MEMORY = 32  # steps over which times and rates are averaged
 FIRST = 4  # steps before the first trial
 FASTER = 64  # steps of the faster way until the next trial, at least
 TRIAL = 5  # steps of the slower way; the first one is cold and does not count
+MOST_MOVE = 1.25  # factor by which one trial moves a speed-up
 TRIAL_SHARE = 0.005  # of the time: most that trials cost
 
 Numbers = npt.NDArray[np.float64]
@@ -36,15 +37,15 @@ class DraftChoice:
     """Choice between drafts and none in steps of one kind: the way that was faster in trials of the other.
 
     A trial is compared with the steps just before it, since rates change as responses grow. It is short and may
-    mislead, so a second one confirms a change of the way. The slower a way was, the longer it is not tried: trials
-    cost `TRIAL_SHARE` of the time, and the wait at most doubles.
+    mislead, so it moves the speed-up by half of what it found, at most by a quarter, and where it speaks for the
+    other way the next comes soon. The slower a way was, the longer it is not tried: trials cost `TRIAL_SHARE` of the
+    time, and the wait at most doubles.
     """
 
     used: int = 0  # steps so far
     trials: int = 0
     speedup: float = 1.0  # rate with drafts over the rate without; the last trial counts half
     drafts: bool = False  # the faster way
-    doubted: bool = False  # the other way was faster in the last trial
     steps: int = 0  # since the last trial
     wait: int = FIRST  # steps until the next
     rate: Rate = field(default_factory=Rate)  # of the faster way
@@ -72,14 +73,14 @@ class DraftChoice:
         if not gain:  # the first steps of an engine do not count
             return
         found = 1 / gain if self.drafts else gain
-        self.speedup = math.sqrt(self.speedup * found) if self.trials else found
+        moved = math.sqrt(found / self.speedup)
+        self.speedup = self.speedup * min(max(moved, 1 / MOST_MOVE), MOST_MOVE) if self.trials else found
         self.trials += 1
-        if self.drafts is not (found > 1):
-            if self.doubted:
-                self.drafts, self.rate = not self.drafts, Rate()
-            self.doubted, self.wait = not self.doubted, 2 * FIRST
+        if self.drafts is not (self.speedup > 1):
+            self.drafts, self.rate = not self.drafts, Rate()
+        if self.drafts is not (found > 1) or not self.rate.steps:
+            self.wait = 2 * FIRST
             return
-        self.doubted = False
         lost_s = TRIAL / tried.steps * (tried.seconds - tried.tokens * rate.seconds / rate.tokens)
         wanted = lost_s * rate.steps / rate.seconds / TRIAL_SHARE  # steps
         self.wait = round(max(FASTER, min(2 * self.wait, wanted)))

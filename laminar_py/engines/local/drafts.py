@@ -196,14 +196,14 @@ class Drafter:
         """Keep the finished `response` under `version`, of the last turn so far, for others to its prompt."""
         followed = self._followed.get(job)
         prompt = _digest(job.request.prompt_ids) if followed is None else followed.prompt
-        self._corpus.add(job.request.rid, prompt, characters(response), version=version)
+        self._corpus.add(job.request.rid, prompt, response, version=version)
 
     def take_earlier(self, request: GenerateRequest) -> None:
         """Keep the responses of other engines that a request brings, unless it has them."""
         prompt = _digest(request.prompt_ids) if request.earlier else b""
         for text in request.earlier:
             if not self._corpus.has_response(text.rid):
-                self._corpus.add(text.rid, prompt, characters(text.ids), version=text.version)
+                self._corpus.add(text.rid, prompt, text.ids.copy(), version=text.version)
         for followed in self._followed.values() if request.earlier else ():  # siblings that began before
             if followed.prompt == prompt and not followed.has_earlier:
                 followed.has_earlier = True

@@ -13,16 +13,16 @@ from laminar_py.engines.local.corpus import (
     OLDEST,
     RESPONSE_BYTES,
     Corpus,
-    characters,
 )
 from laminar_py.engines.local.scheduler import Scheduler
 from laminar_py.engines.local.spec import ModelSpec
+from laminar_py.records.codec import IntArray
 from tests.engines.engine_conformance import make_request
 from tests.engines.local.test_engine import save_model
 
 
-def tokens(length: int) -> str:
-    return characters(np.arange(length, dtype=np.int32))
+def tokens(length: int) -> IntArray:
+    return np.arange(length, dtype=np.int32)
 
 
 @pytest.mark.parametrize(("length", "most"), [(4, 2**20), (40, 2**20), (5000, 2**22)])
