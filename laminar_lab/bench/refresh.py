@@ -10,7 +10,7 @@ there is the server's own loader of safetensors.
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,16 +223,24 @@ async def _compare(kind: str, open_engine: Open, publisher: VersionWriter, repea
         if opened.load_from_disk is not None:
             sides["disk"] = side(disk)
         times = await asyncio.to_thread(in_turn, sides, rounds=repeats, warm=1)
+    words = f"the check of changes before took {1000 * median(checks_s):.0f} ms"
+    return _rows(kind, publisher, times, max(extra), words)
+
+
+def _rows(
+    kind: str, publisher: VersionWriter, times: Mapping[str, Sequence[float]], extra: float, words: str
+) -> list[Row]:
+    """Make the rows of an engine from the seconds of each side, round by round."""
     conditions = (
         f"{publisher.parameters / 1e6:.0f}M parameters in bf16, AdamW at {LR:g}, {publisher.share:.2%} of the"
         f" values changed; a drained engine (`drain`); {VERSIONS} versions by changes had the checksum"
-        f" of a whole load; the check of changes before took {1000 * median(checks_s):.0f} ms; "
+        f" of a whole load; {words}; "
         + ", ".join(f"{name} {1000 * median(found):.0f} ms" for name, found in times.items())
     )
     rows = [Ratio.between(times["delta"], times["full"]).row(f"refresh_delta_over_full_{kind}", conditions)]
     if "disk" in times:
         bound = f"{conditions}; most of all rounds, resident memory over the delta plus the largest tensor"
-        rows.append(Row(f"refresh_extra_over_bound_{kind}", max(extra), "x", bound))
+        rows.append(Row(f"refresh_extra_over_bound_{kind}", extra, "x", bound))
         rows += [
             Ratio.between(times[one], times["disk"]).row(f"refresh_{one}_over_disk_{kind}", conditions)
             for one in ("full", "delta")

@@ -37,7 +37,7 @@ class DraftChoice:
     """Choice between drafts and none in steps of one kind: the way that was faster in trials of the other.
 
     A trial is compared with the steps just before it, since rates change as responses grow. It is short and may
-    mislead, so it moves the speed-up by half of what it found, at most by a quarter, and where it speaks for the
+    mislead, so it moves the speed-up half of the way, at most by a quarter, and where it speaks for the
     other way the next comes soon. The slower a way was, the longer it is not tried: trials cost `TRIAL_SHARE` of
     the time, and the wait at most doubles.
     """

@@ -101,7 +101,7 @@ class LocalModel:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of values of each tensor in the files, of a model that takes changes."""
+        """Size of each tensor in the files, of a model that takes changes."""
         return {name: views[0].numel for name, views in self._views.items()}
 
     def change(self, changes: CheckedChanges) -> None:
