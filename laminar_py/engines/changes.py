@@ -21,12 +21,8 @@ _EXPONENTS: dict[str, np.unsignedinteger[Any]] = {  # of a number that is not fi
     "F32": np.uint32(0x7F80_0000),
     "F64": np.uint64(0x7FF0_0000_0000_0000),
 }
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    msgspec.DecodeError,
-    RecursionError,
-)  # of a file that is gone, empty or has another header
+# of a file that is gone, empty or has another header
+_UNREADABLE = (OSError, ValueError, msgspec.DecodeError, RecursionError)
 
 
 class _Entry(msgspec.Struct, kw_only=True):

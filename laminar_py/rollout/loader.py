@@ -160,7 +160,7 @@ class WeightLoader:
         except RuntimeError as error:
             raise VersionLostError(str(error)) from error
 
-    async def _check(self, pulled: PulledVersion) -> "_Ready":
+    async def _check(self, pulled: PulledVersion) -> _Ready:
         """Check the changes of a version, if it has any. If they do not fit, warn and pull its folder.
 
         Raises `VersionLostError` if the folder is gone.
@@ -178,7 +178,7 @@ class WeightLoader:
         log.warning("replica %d loads the whole version %d: %s", self._out.index, version, error)
         return await self._pull_folder(version)
 
-    async def _install(self, ready: "_Ready", began: float) -> None:
+    async def _install(self, ready: _Ready, began: float) -> None:
         """Load a version, let requests enter the engine, and report the load with its time since `began`.
 
         Among each `_verify_every` consecutive versions, the first that is loaded is hashed. Raises
@@ -210,7 +210,7 @@ class WeightLoader:
         how = "" if base is None else f" by changes since version {base}"
         log.info("replica %d serves version %d%s after %.3f s", self._out.index, pulled.version, how, elapsed)
 
-    async def _apply(self, ready: "_Ready") -> int | None:
+    async def _apply(self, ready: _Ready) -> int | None:
         """Have the engine apply the checked changes of a version, or else load its folder.
 
         Returns the version that was changed; None after a whole load.

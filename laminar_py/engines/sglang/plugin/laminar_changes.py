@@ -10,7 +10,7 @@ and stacked tensors, padding. Every such `Place` is then compared with the loade
 agree, e.g. a quantised one, keeps SGLang's loader and refuses changes (`tests/engines/sglang/test_plugin.py`).
 
 All TP ranks agree before the first value is written, and again after the last. The client has checked places and
-values of changes before it paused the server (`engines/changes.py`).
+values of changes before it calls the server (`engines/changes.py`).
 """
 
 import json
