@@ -38,7 +38,7 @@ def contents() -> dict[str, str]:
     return {
         "train.jsonl": jsonl(games),
         "warm_start.jsonl": jsonl(demonstration(rng) for _ in range(NUM_WARM_START)),
-        **tiny_model(WORDS, pattern=CHAT_PATTERN, context=64, template=CHAT_TEMPLATE),
+        **tiny_model(WORDS, pattern=CHAT_PATTERN, context=128, template=CHAT_TEMPLATE),
     }
 
 

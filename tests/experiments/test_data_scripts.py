@@ -16,6 +16,7 @@ from laminar_py.data.chat import PromptEncoder
 from laminar_py.data.problems import check_disjoint, read_prompts
 from laminar_py.data.sources import source_at
 from laminar_py.data.tokenizer import load_tokenizer
+from laminar_py.engines.model_sizes import read_sizes
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("quickstart", "countdown", "tiny_code", "tool_calculator", "tiny_agent", "self_play", "tba")
@@ -50,6 +51,7 @@ def made(request, tmp_path_factory):
 def test_the_config_takes_the_data_and_no_heldout_prompt_is_trained_on(made):
     config, out = made.config, made.out
     tokenizer, cap = load_tokenizer(out / "model"), config.rollout.sampling.max_new_tokens
+    assert config.rollout.max_len <= read_sizes(out / "model").max_position_embeddings
     encoder = PromptEncoder(tokenizer, out / "model", config.data.chat)
     names = {Path(one.path).stem for one in config.eval.sets.values()}
     train, *heldout = (
