@@ -9,8 +9,8 @@ versions by 1, within `max_publish_every` and the bound, and the next three chan
 1. The learner waits for publishes for a tenth of the time: publish more rarely. A rise stays on trial.
 2. Publishes delay it no longer: publish more often, down to the number that the user wrote.
 3. The oldest data is less effective than `least_effective`: lower.
-4. The last rise did not let the learner work more of the time: undo it. Until `RETRY` windows later, rise again
-   only if the learner waits much more than before; this threshold falls with each window.
+4. The last rise did not let the learner work more of the time, by more than steps differ: undo it. Until `RETRY`
+   windows later, rise again only if the learner waits much more than then; this threshold falls with each window.
 5. The learner waits for a tenth of the time, and little is lost to old data: rise.
 6. Whole further batches lay ready at every step: lower, by as many, which makes data fresher and costs nothing.
 
@@ -23,6 +23,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import stdev
 
 from laminar_py.config.changes import BOUND, PUBLISH_EVERY
 from laminar_py.config.steering import StalenessControl
@@ -48,9 +49,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Measurements of some steps, e.g. `Window(waits=0.2, stalled=0.01, effective=0.9, spare=0)`."""
+    """Measurements of some steps, e.g. `Window(waits=0.2, noise=0.04, stalled=0.01, effective=0.9, spare=0)`."""
 
     waits: float  # share of the time in which the learner waited for its next batch
+    noise: float  # standard error of `waits`, as far as the shares of steps differ
     stalled: float  # share of the time in which it waited for publishes
     effective: float  # effective sample size of the oldest data over the youngest's, in [0, 1]
     spare: int  # batches that lay ready at every step when the learner took its own
@@ -63,6 +65,11 @@ class Measured:
     row: StepRow
     spare: int  # batches that it left ready
     waited_s: float  # for its batch alone
+
+    @property
+    def waits(self) -> float:
+        """Share of the step's time in which the learner waited for its batch."""
+        return self.waited_s / max(self.waited_s + self.row.publish_stall_s + self.row.learner_s, 1e-9)
 
 
 class StalenessSteering:
@@ -77,7 +84,7 @@ class StalenessSteering:
         self._held = set(held)
         self._skip: int | None = None  # steps that do not count, since their data is from before a change
         self._rows: list[Measured] = []  # of the present window
-        self._waits_before: float | None = None  # the rise is on trial: share of waits before it
+        self._before: Window | None = None  # before the rise that is on trial
         self._rise_at = MUCH  # least share of waits for a rise; above 1: none for now
         self._fresh = 1.0  # effective sample size of the youngest data, when last known
         self._rest = 0  # windows without a rise
@@ -89,7 +96,7 @@ class StalenessSteering:
 
     def begin_again(self, bound: int) -> None:
         """Forget the measurements: another fleet, setting or learner makes the next steps."""
-        self._rise_at, self._waits_before = MUCH, None
+        self._rise_at, self._before = MUCH, None
         self._begin_window(1 + bound)
 
     def observe(
@@ -104,7 +111,7 @@ class StalenessSteering:
         least = max(self._control.min, publish_every - 1)
         effective = self._oldest([row])
         if alarm := self._collapse.observe(row, effective):
-            self._rest, self._waits_before = RESTED, None
+            self._rest, self._before = RESTED, None
             self._begin_window(bound)
             lowers = bound > least and BOUND not in self._held
             return [Change(BOUND, least, "the reward collapses on old data")] if lowers else [], alarm
@@ -133,6 +140,7 @@ class StalenessSteering:
         whole_s = max(waited_s + stalled_s + sum(row.learner_s for row in rows), 1e-9)
         return Window(
             waits=waited_s / whole_s,
+            noise=stdev(one.waits for one in self._rows) / math.sqrt(len(rows)),
             stalled=stalled_s / whole_s,
             effective=self._oldest(rows),
             spare=min(one.spare for one in self._rows),
@@ -168,16 +176,16 @@ class StalenessSteering:
 
     def _decide_bound(self, window: Window, *, bound: int, least: int) -> Iterator[Change]:
         """Yield at most one change of the bound, which ends the trial of a rise."""
-        before, self._waits_before = self._waits_before, None
+        before, self._before = self._before, None
         if bound > least and window.effective < self._control.least_effective:
             why = f"the oldest data has {window.effective:.0%} of the effective sample size of the youngest"
             yield Change(BOUND, bound - 1, why)
-        elif bound > least and before is not None and 1 - window.waits < PAYS * (1 - before):
+        elif bound > least and before is not None and not _pays(before, window):
             self._rise_at = window.waits + MUCH
-            why = f"the learner waits {window.waits:.0%} of the time, and {before:.0%} before the bound rose"
+            why = f"the learner waits {window.waits:.0%} of the time, and {before.waits:.0%} before the bound rose"
             yield Change(BOUND, bound - 1, why)
         elif bound < self._control.max and self._may_rise(window):
-            self._waits_before = window.waits
+            self._before = window
             why = (
                 f"the learner waits {window.waits:.0%} of the time, and old data loses {1 - window.effective:.0%}"
             )
@@ -191,6 +199,12 @@ class StalenessSteering:
         lost = 1 - window.effective
         waits = not self._rest and window.waits >= self._rise_at
         return waits and lost <= min(window.waits, (1 - self._control.least_effective) / 2)
+
+
+def _pays(before: Window, after: Window) -> bool:
+    """Whether the learner works more of the time after a rise: clearly more, and not by chance."""
+    gain = before.waits - after.waits
+    return gain > max((PAYS - 1) * (1 - before.waits), math.hypot(before.noise, after.noise))
 
 
 def effectiveness(rows: Iterable[StepRow]) -> dict[int, float]:

@@ -152,6 +152,16 @@ def test_a_rise_that_shortens_no_wait_is_undone_and_tried_again_after_many_windo
     assert run.go(5 * RETRY + 15, waits=0.97, effective=0.99).reasons[-2].startswith("the learner waits 97%")
 
 
+def test_a_rise_that_shortens_waits_by_less_than_steps_differ_is_undone():
+    def shorter(run, *, swing):
+        return (0.5 if run.bound == 4 else 0.45) + swing * (-1) ** run.step
+
+    run = Run(max=5).go(40, waits=lambda run: shorter(run, swing=0.0), effective=0.95)
+    assert run.bound == 5
+    run = Run(max=5).go(40, waits=lambda run: shorter(run, swing=0.2), effective=0.95)
+    assert (max(run.bounds), run.bound) == (5, 4)
+
+
 def test_after_a_change_by_the_user_a_rise_is_tried_at_once():
     run = tried()
     run.steering.begin_again(run.bound)
