@@ -252,6 +252,7 @@ def test_a_reward_that_is_not_the_sum_of_its_terms_is_named() -> None:
     score, weights = Score(trajectory_id="g1.0", value=0.75, terms=terms), {"right": 1.0, "long": -0.5}
     assert not score_alarms(score, row(1), weights=weights)
     assert not score_alarms(score, row(1), weights={"right": 1.0})  # a function named its own numbers
+    assert not score_alarms(msgspec.structs.replace(score, terms=()), row(1), weights=weights)
     (alarm,) = score_alarms(msgspec.structs.replace(score, value=1.25), row(1), weights=weights)
     assert "has the reward 1.25, and its terms add up to 0.75" in alarm.message
 

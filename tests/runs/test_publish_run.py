@@ -33,7 +33,7 @@ def test_two_ranks_publish_what_engines_and_probes_agree_with(tmp_path, mixture)
 def train_on_two_nodes() -> None:
     """Is `laminar` with a rank on each node, as where one node has too few GPUs."""
 
-    def place_ranks(room: placement._FreeGpus, count: int) -> list[placement.NodeSlot]:
+    def place_ranks(room: placement._FreeGpus, count: int, *, beside=()) -> list[placement.NodeSlot]:
         nodes = sorted(room._nodes, key=lambda node: not node.here)
         return [placement.NodeSlot(node.id, 0) for node in nodes[:count]]
 
