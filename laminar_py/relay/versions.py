@@ -27,6 +27,7 @@ from laminar_py.relay.version_store import VersionStore
 log = logging.getLogger(__name__)
 
 MAX_DOUBLINGS = 10  # of the pause before a failed version is tried again: an hour and a half
+GRANT_S = 0.005  # for the last deltas and pulls of the changes, before other work takes cores and memory
 
 
 class NodeVersions:
@@ -153,8 +154,12 @@ class NodeVersions:
             self._encoder.start(stored, base, self.tasks, payloads=payloads, changes=found)
 
     def _handle_compared(self) -> None:
-        """Answer pulls that waited for changes, and let go of the base."""
+        """Answer pulls that waited for changes, and soon let go of the base, whose pages take 40 ms a GB."""
         self.subscribers.answer_waiting()
+        self.tasks.create_task(self._retire_soon(), name=f"{self._name}-retire")
+
+    async def _retire_soon(self) -> None:
+        await asyncio.sleep(GRANT_S)
         self.retire_surplus()
 
     def retire_surplus(self) -> None:
@@ -435,6 +440,7 @@ class NodeVersions:
 
         The full digests are proven here, after the version may have served its changes (law 3).
         """
+        await asyncio.sleep(GRANT_S)
         version = download.version
         chunks = iter(list(download.stored.waiting_chunks()))
 
