@@ -8,6 +8,7 @@ import errno
 import mmap
 import re
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,6 +85,7 @@ class StoredVersion:
         self._checksums = [bytearray(CHECKSUM_BYTES * count) for count in counts]  # [num_chunks, CHECKSUM_BYTES]
         self.pages: list[MappedFile] = []  # of a version that arrived here, by file; the store keeps them open
         self._mapped: dict[int, memoryview] = {}  # by file, from the first read on
+        self._unmapping = threading.Lock()
         self.base: int | None = None  # version that `deltas` build on
         self.deltas: dict[tuple[int, int], ChunkDelta] = {}  # by chunk
         self._older: list[dict[tuple[int, int], ChunkDelta]] = []  # deltas from the files' old content to the base
@@ -338,10 +340,10 @@ class StoredVersion:
         """Drop all deltas; from now on chunks are sent in full."""
         self.base = None
         self.deltas = {}  # a newer version may still use the old one
+        self._older = []
         self.unencoded.clear()
 
-    def free_memory(self) -> None:
-        """Drop the deltas and mappings of a retired version; its folder stays."""
-        self.forget_deltas()
-        self._mapped.clear()
-        self._older = []
+    def unmap(self) -> None:
+        """Drop the mappings of a retired version, in any thread; return once they are gone. Its folder stays."""
+        with self._unmapping:
+            self._mapped.clear()

@@ -550,7 +550,7 @@ class NodeVersions:
     def _discard(self, stored: StoredVersion) -> None:
         """Retire a version; a thread deletes its folder, unless that became the spare folder."""
         doomed = self._store.retire(stored)
-        self.tasks.create_task(asyncio.to_thread(self._store.delete, doomed), name=f"{self._name}-delete")
+        self.tasks.create_task(asyncio.to_thread(self._store.delete, stored, doomed), name=f"{self._name}-delete")
 
     def _is_wanted(self, version: int) -> bool:
         return version in self._downlink.wanted or version in self.subscribers.awaited
