@@ -9,8 +9,9 @@ versions by 1, within `max_publish_every` and the bound, and the next three chan
 1. The learner waits for publishes for a tenth of the time: publish more rarely. A rise stays on trial.
 2. Publishes delay it no longer: publish more often, down to the number that the user wrote.
 3. The oldest data is less effective than `least_effective`: lower.
-4. The last rise did not let the learner work more of the time, by more than steps differ: undo it. Until `RETRY`
-   windows later, rise again only if the learner waits much more than then; this threshold falls with each window.
+4. After the last rise the learner does not work clearly more of the time: undo the rise. A gain that may be chance
+   is looked at for a second window. Until `RETRY` windows later, rise again only if the learner waits much more
+   than then; this threshold falls with each window.
 5. The learner waits for a tenth of the time, and little is lost to old data: rise.
 6. Whole further batches lay ready at every step: lower, by as many, which makes data fresher and costs nothing.
 
@@ -23,14 +24,13 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import stdev
 
 from laminar_py.config.changes import BOUND, PUBLISH_EVERY
 from laminar_py.config.steering import StalenessControl
 from laminar_py.records.metrics import StepRow
 
 MUCH, LITTLE = 0.1, 0.02  # of the time: the learner waits for batches, or for publishes
-PAYS = 1.03  # a rise pays if the learner works for this many times its share of the time before
+PAYS = 0.03  # of the learner's share of work: a rise pays if this share grows by more, and not by chance
 FEW = 0.05  # of a window's tokens: staler ones do not count
 LOST_SIGNAL = 0.3  # effectiveness of old data in a collapse
 FALL, SIGMAS = 0.25, 3.0  # of the best reward, and standard errors, by which the reward falls in a collapse
@@ -52,7 +52,7 @@ class Window:
     """Measurements of some steps, e.g. `Window(waits=0.2, noise=0.04, stalled=0.01, effective=0.9, spare=0)`."""
 
     waits: float  # share of the time in which the learner waited for its next batch
-    noise: float  # standard error of `waits`, as far as the shares of steps differ
+    noise: float  # standard error of `waits`, as far as steps differ
     stalled: float  # share of the time in which it waited for publishes
     effective: float  # effective sample size of the oldest data over the youngest's, in [0, 1]
     spare: int  # batches that lay ready at every step when the learner took its own
@@ -67,9 +67,9 @@ class Measured:
     waited_s: float  # for its batch alone
 
     @property
-    def waits(self) -> float:
-        """Share of the step's time in which the learner waited for its batch."""
-        return self.waited_s / max(self.waited_s + self.row.publish_stall_s + self.row.learner_s, 1e-9)
+    def whole_s(self) -> float:
+        """Seconds of the step."""
+        return self.waited_s + self.row.publish_stall_s + self.row.learner_s
 
 
 class StalenessSteering:
@@ -84,7 +84,7 @@ class StalenessSteering:
         self._held = set(held)
         self._skip: int | None = None  # steps that do not count, since their data is from before a change
         self._rows: list[Measured] = []  # of the present window
-        self._before: Window | None = None  # before the rise that is on trial
+        self._before_rise: Window | None = None  # while a rise is on trial
         self._rise_at = MUCH  # least share of waits for a rise; above 1: none for now
         self._fresh = 1.0  # effective sample size of the youngest data, when last known
         self._rest = 0  # windows without a rise
@@ -96,7 +96,7 @@ class StalenessSteering:
 
     def begin_again(self, bound: int) -> None:
         """Forget the measurements: another fleet, setting or learner makes the next steps."""
-        self._rise_at, self._before = MUCH, None
+        self._rise_at, self._before_rise = MUCH, None
         self._begin_window(1 + bound)
 
     def observe(
@@ -111,7 +111,7 @@ class StalenessSteering:
         least = max(self._control.min, publish_every - 1)
         effective = self._oldest([row])
         if alarm := self._collapse.observe(row, effective):
-            self._rest, self._before = RESTED, None
+            self._rest, self._before_rise = RESTED, None
             self._begin_window(bound)
             lowers = bound > least and BOUND not in self._held
             return [Change(BOUND, least, "the reward collapses on old data")] if lowers else [], alarm
@@ -121,10 +121,14 @@ class StalenessSteering:
             self._skip -= 1
             return (), ""
         self._rows.append(Measured(row, spare, waited_s))
-        if len(self._rows) < self._control.window:
+        if len(self._rows) % self._control.window:
             return (), ""
         self._rise_at = max(MUCH, self._rise_at - MUCH / RETRY)
-        changes = list(self._decide(self._measure(), bound=bound, least=least, publish_every=publish_every))
+        window, before = self._measure(), self._before_rise
+        is_first = len(self._rows) == self._control.window
+        if is_first and before is not None and _pays(before, window) and not _is_clear(before, window):
+            return (), ""
+        changes = list(self._decide(window, bound=bound, least=least, publish_every=publish_every))
         self._rest = max(0, self._rest - 1)
         self._begin_window(max([bound, *(one.value for one in changes)]) if changes else 0)
         return changes, ""
@@ -136,12 +140,13 @@ class StalenessSteering:
     def _measure(self) -> Window:
         """Return the measurements of the present window."""
         rows = [one.row for one in self._rows]
-        waited_s, stalled_s = sum(one.waited_s for one in self._rows), sum(row.publish_stall_s for row in rows)
-        whole_s = max(waited_s + stalled_s + sum(row.learner_s for row in rows), 1e-9)
+        whole_s = max(sum(one.whole_s for one in self._rows), 1e-9)
+        waits = sum(one.waited_s for one in self._rows) / whole_s
+        squares, count = sum((one.waited_s - waits * one.whole_s) ** 2 for one in self._rows), len(rows)
         return Window(
-            waits=waited_s / whole_s,
-            noise=stdev(one.waits for one in self._rows) / math.sqrt(len(rows)),
-            stalled=stalled_s / whole_s,
+            waits=waits,
+            noise=math.sqrt(squares * count / (count - 1)) / whole_s,
+            stalled=sum(row.publish_stall_s for row in rows) / whole_s,
             effective=self._oldest(rows),
             spare=min(one.spare for one in self._rows),
         )
@@ -176,16 +181,19 @@ class StalenessSteering:
 
     def _decide_bound(self, window: Window, *, bound: int, least: int) -> Iterator[Change]:
         """Yield at most one change of the bound, which ends the trial of a rise."""
-        before, self._before = self._before, None
+        before, self._before_rise = self._before_rise, None
         if bound > least and window.effective < self._control.least_effective:
             why = f"the oldest data has {window.effective:.0%} of the effective sample size of the youngest"
             yield Change(BOUND, bound - 1, why)
-        elif bound > least and before is not None and not _pays(before, window):
-            self._rise_at = window.waits + MUCH
-            why = f"the learner waits {window.waits:.0%} of the time, and {before.waits:.0%} before the bound rose"
+        elif bound > least and before is not None and not (_pays(before, window) and _is_clear(before, window)):
+            self._rise_at = max(window.waits, before.waits) + MUCH
+            why = (
+                f"the learner waits {window.waits:.0%} of the time, and {before.waits:.0%} before the bound rose,"
+                f" of which {math.hypot(before.noise, window.noise):.0%} may be chance"
+            )
             yield Change(BOUND, bound - 1, why)
         elif bound < self._control.max and self._may_rise(window):
-            self._before = window
+            self._before_rise = window
             why = (
                 f"the learner waits {window.waits:.0%} of the time, and old data loses {1 - window.effective:.0%}"
             )
@@ -202,9 +210,13 @@ class StalenessSteering:
 
 
 def _pays(before: Window, after: Window) -> bool:
-    """Whether the learner works more of the time after a rise: clearly more, and not by chance."""
-    gain = before.waits - after.waits
-    return gain > max((PAYS - 1) * (1 - before.waits), math.hypot(before.noise, after.noise))
+    """Whether the learner works much more of the time after a rise."""
+    return before.waits - after.waits > PAYS * (1 - before.waits)
+
+
+def _is_clear(before: Window, after: Window) -> bool:
+    """Whether the waits after a rise are shorter by more than the standard error of the difference."""
+    return before.waits - after.waits > math.hypot(before.noise, after.noise)
 
 
 def effectiveness(rows: Iterable[StepRow]) -> dict[int, float]:

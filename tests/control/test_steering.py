@@ -160,6 +160,19 @@ def test_a_rise_that_shortens_waits_by_less_than_steps_differ_is_undone():
     assert run.bound == 5
     run = Run(max=5).go(40, waits=lambda run: shorter(run, swing=0.2), effective=0.95)
     assert (max(run.bounds), run.bound) == (5, 4)
+    assert "may be chance" in run.reasons[-1]
+
+
+def test_a_gain_that_one_window_does_not_show_is_kept_if_two_do():
+    def waits(run):
+        return (0.5 if run.bound == 4 else 0.41) + (0.12 if run.step % 5 == 0 else 0.0)
+
+    run = Run(max=5)
+    while run.bound == 4:
+        run.go(1, waits=waits, effective=0.95)
+    before = run.step
+    assert run.go(60, waits=waits, effective=0.95).bound == 5
+    assert run.step == before + 60
 
 
 def test_after_a_change_by_the_user_a_rise_is_tried_at_once():
