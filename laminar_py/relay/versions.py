@@ -27,7 +27,7 @@ from laminar_py.relay.version_store import VersionStore
 log = logging.getLogger(__name__)
 
 MAX_DOUBLINGS = 10  # of the pause before a failed version is tried again: an hour and a half
-GRANT_S = 0.005  # for the last deltas and pulls of the changes, before other work takes cores and memory
+HEAD_START_S = 0.005  # of the last deltas and the pulls of changes, before work that takes cores and memory
 
 
 class NodeVersions:
@@ -71,6 +71,7 @@ class NodeVersions:
         self._later: m.Announce | None = None  # the newest with `Decision.LATER`
         self._failed = -1  # the highest version that was given up
         self._num_failures = 0  # of that version
+        self._retiring: asyncio.Task[None] | None = None
         self._pause = 0  # reminders before the parent may announce it again: twice as many after each failure
 
     @property
@@ -154,21 +155,31 @@ class NodeVersions:
             self._encoder.start(stored, base, self.tasks, payloads=payloads, changes=found)
 
     def _handle_compared(self) -> None:
-        """Answer pulls that waited for changes, and soon let go of the base, whose pages take 40 ms a GB."""
+        """Answer pulls that waited for changes, and let go of the base."""
         self.subscribers.answer_waiting()
-        self.tasks.create_task(self._retire_soon(), name=f"{self._name}-retire")
-
-    async def _retire_soon(self) -> None:
-        await asyncio.sleep(GRANT_S)
         self.retire_surplus()
 
     def retire_surplus(self) -> None:
-        """Retire complete versions that are not to be kept, pinned, wanted, or the base of a running delta."""
+        """Retire soon all complete versions that are not to be kept, pinned, wanted, or the base of a delta."""
+        if self._retiring is None or self._retiring.done():
+            self._retiring = self.tasks.create_task(self._retire_soon(), name=f"{self._name}-retire")
+
+    async def _retire_soon(self) -> None:
+        """Retire the surplus when deltas and pulls have had a head start, and a thread has let go of its pages."""
+        await asyncio.sleep(HEAD_START_S)
+        for stored in self._surplus():
+            await asyncio.to_thread(stored.release_pages)
+        self._retire_now()
+
+    def _surplus(self) -> list[StoredVersion]:
         self._stop_old_encoders()
         bases = {base.manifest.version for base in self._encoder.bases}
         arriving = (download.stored.base for download in self._downloads.values())
         bases |= {base for base in arriving if base is not None}
-        for stored in self._store.surplus(self._downlink.wanted | bases):
+        return self._store.surplus(self._downlink.wanted | bases)
+
+    def _retire_now(self) -> None:
+        for stored in self._surplus():
             self._encoder.stop(stored)
             self._downlink.forget_version(stored.manifest.version)
             self._discard(stored)
@@ -350,6 +361,7 @@ class NodeVersions:
         """
         manifest = announce.manifest
         self._check_manifest(manifest)
+        self._retire_now()  # the version may need the room, or be written over a retired one
         overtaken = []
         if manifest.version > self.newest:  # the newest version wins
             overtaken = [item.stored for item in self._downloads.values() if not self._is_wanted(item.version)]
@@ -413,14 +425,16 @@ class NodeVersions:
         stored = download.stored
         if download.rebuilding:
             return  # which will call this again
-        if download.changes is not None and download.changes.finish() is not None:
+        offers_changes = download.changes is not None and download.changes.finish() is not None
+        if offers_changes:
             assert stored.base is not None, f"{stored.folder} has changes without a base"
             self._store.add_changes(stored, stored.base)
             self.subscribers.handle_newer(download.version)
         download.changes = None
         if not stored.is_whole:
             download.rebuilding = True
-            self.tasks.create_task(self._rebuild(download), name=f"rebuild-{download.version}")
+            after_s = HEAD_START_S if offers_changes else 0.0
+            self.tasks.create_task(self._rebuild(download, after_s=after_s), name=f"rebuild-{download.version}")
             return
         if not stored.has_all_files():
             raise BrokenVersionError(
@@ -435,12 +449,12 @@ class NodeVersions:
         self._handle_complete(stored.manifest, download)
         self._start_waiting()
 
-    async def _rebuild(self, download: Download) -> None:
-        """Make chunks of their deltas, in threads, and request each in full that comes out wrong.
+    async def _rebuild(self, download: Download, *, after_s: float) -> None:
+        """Make chunks of their deltas after a time, in threads; request each in full that comes out wrong.
 
         The full digests are proven here, after the version may have served its changes (law 3).
         """
-        await asyncio.sleep(GRANT_S)
+        await asyncio.sleep(after_s)
         version = download.version
         chunks = iter(list(download.stored.waiting_chunks()))
 
@@ -550,7 +564,7 @@ class NodeVersions:
     def _discard(self, stored: StoredVersion) -> None:
         """Retire a version; a thread deletes its folder, unless that became the spare folder."""
         doomed = self._store.retire(stored)
-        self.tasks.create_task(asyncio.to_thread(self._store.delete, stored, doomed), name=f"{self._name}-delete")
+        self.tasks.create_task(asyncio.to_thread(self._store.delete, doomed), name=f"{self._name}-delete")
 
     def _is_wanted(self, version: int) -> bool:
         return version in self._downlink.wanted or version in self.subscribers.awaited

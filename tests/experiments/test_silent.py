@@ -1,4 +1,4 @@
-"""Plants of experiments/silent patch names that exist: after a rename a patch would plant nothing, and say so."""
+"""Names that plants of experiments/silent patch are there: the patch of another name plants nothing, silently."""
 
 import ast
 import importlib
@@ -6,41 +6,46 @@ import inspect
 import sys
 import textwrap
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.experiments.folders import load_module
 
 load_module(Path(__file__).parents[2] / "experiments/silent/further.py")
-PLANTS = sys.modules.pop("plants").ALL  # `further` adds its own
-OWN = {"loads", "mean", "mine"}  # what patches keep in a module
+plants = sys.modules.pop("plants")  # which `further` adds to
+# what these patches keep in the module themselves
+OWN = {"one_replica_stays": {"mine"}, "a_sync_is_lost": {"loads"}, "mean_of_another_group": {"mean"}}
 
 
-def patched(patch) -> set[tuple[str, ...]]:
-    """Names that a patch reads or sets below its module, e.g. ("Weights", "copy_")."""
+def patched(patch) -> set[str]:
+    """Names that a patch, or a function that it gives the module, uses of it, e.g. "Weights.copy_"."""
     found = set()
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(patch)))):
-        names = []
-        while isinstance(node, ast.Attribute):
-            names.insert(0, node.attr)
-            node = node.value
-        if names and isinstance(node, ast.Name) and node.id == "module" and names[0] not in OWN:
-            found.add(tuple(names))
+        match node:
+            case ast.Call(ast.Name(helper), [ast.Name("module"), *_]) if helper in patch.__globals__:
+                found |= patched(patch.__globals__[helper])
+            case ast.Attribute() if (name := ast.unparse(node)).startswith("module."):
+                found.add(name.removeprefix("module."))
     return found
 
 
-def has(module: ModuleType, names: tuple[str, ...]) -> bool:
-    value = module
-    for name in names:
-        if not hasattr(value, name):
-            return False
-        value = getattr(value, name)
-    return True
+def assert_has(module, name):
+    for part in name.split("."):
+        assert hasattr(module, part), name
+        module = getattr(module, part)
 
 
-@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize("name", plants.ALL)
 def test_what_a_plant_patches_is_there(name):
-    modules = [importlib.import_module(one) for one in PLANTS[name].of]
-    for names in patched(PLANTS[name].patch):
-        assert any(has(module, names) for module in modules), names
+    plant = plants.ALL[name]
+    names = patched(plant.patch) - OWN.get(name, set()) - {"__name__"}
+    assert bool(names) == bool(plant.of)
+    for module in map(importlib.import_module, plant.of):
+        for one in names:
+            assert_has(module, one)
+
+
+@pytest.mark.parametrize("module", plants.CHECKS)
+def test_the_checks_whose_cost_is_measured_are_there(module):
+    for name in plants.CHECKS[module]:
+        assert_has(importlib.import_module(module), name)

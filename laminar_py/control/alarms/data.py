@@ -415,7 +415,7 @@ def score_alarms(
     found, who = [], score.trajectory_id
     if score.value is not None and weights:
         parts = [weights.get(term.name, math.nan) * term.value for term in score.terms]
-        total = sum(parts)  # NaN with an unknown term, which differs from nothing
+        total = sum(parts)  # NaN with an unknown term, and then the comparison is false
         if parts and abs(score.value - total) > ROUNDING * max(1.0, *map(abs, parts)):
             found.append(f"{who} has the reward {score.value:.6g}, and its terms add up to {total:.6g}")
     if score.length is not None and score.length != row.length:
