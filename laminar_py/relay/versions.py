@@ -71,7 +71,7 @@ class NodeVersions:
         self._later: m.Announce | None = None  # the newest with `Decision.LATER`
         self._failed = -1  # the highest version that was given up
         self._num_failures = 0  # of that version
-        self._retiring: asyncio.Task[None] | None = None
+        self._letting_go: asyncio.Task[None] | None = None
         self._pause = 0  # reminders before the parent may announce it again: twice as many after each failure
 
     @property
@@ -155,31 +155,25 @@ class NodeVersions:
             self._encoder.start(stored, base, self.tasks, payloads=payloads, changes=found)
 
     def _handle_compared(self) -> None:
-        """Answer pulls that waited for changes, and let go of the base."""
+        """Answer pulls that waited for changes, and soon let go of the base."""
         self.subscribers.answer_waiting()
+        if self._letting_go is None or self._letting_go.done():
+            self._letting_go = self.tasks.create_task(self._let_go(), name=f"{self._name}-let-go")
+
+    async def _let_go(self) -> None:
+        """Unmap older versions when deltas and pulls have had a head start, and retire the surplus."""
+        await asyncio.sleep(HEAD_START_S)
+        for _, stored in sorted(self._store.complete.items())[:-1]:
+            await asyncio.to_thread(stored.release_pages)
         self.retire_surplus()
 
     def retire_surplus(self) -> None:
-        """Retire soon all complete versions that are not to be kept, pinned, wanted, or the base of a delta."""
-        if self._retiring is None or self._retiring.done():
-            self._retiring = self.tasks.create_task(self._retire_soon(), name=f"{self._name}-retire")
-
-    async def _retire_soon(self) -> None:
-        """Retire the surplus when deltas and pulls have had a head start, and a thread has let go of its pages."""
-        await asyncio.sleep(HEAD_START_S)
-        for stored in self._surplus():
-            await asyncio.to_thread(stored.release_pages)
-        self._retire_now()
-
-    def _surplus(self) -> list[StoredVersion]:
+        """Retire complete versions that are not to be kept, pinned, wanted, or the base of a running delta."""
         self._stop_old_encoders()
         bases = {base.manifest.version for base in self._encoder.bases}
         arriving = (download.stored.base for download in self._downloads.values())
         bases |= {base for base in arriving if base is not None}
-        return self._store.surplus(self._downlink.wanted | bases)
-
-    def _retire_now(self) -> None:
-        for stored in self._surplus():
+        for stored in self._store.surplus(self._downlink.wanted | bases):
             self._encoder.stop(stored)
             self._downlink.forget_version(stored.manifest.version)
             self._discard(stored)
@@ -361,7 +355,6 @@ class NodeVersions:
         """
         manifest = announce.manifest
         self._check_manifest(manifest)
-        self._retire_now()  # the version may need the room, or be written over a retired one
         overtaken = []
         if manifest.version > self.newest:  # the newest version wins
             overtaken = [item.stored for item in self._downloads.values() if not self._is_wanted(item.version)]
@@ -441,7 +434,7 @@ class NodeVersions:
                 f"version {download.version}: files in {stored.folder} were deleted while it arrived"
             )
         self._store.commit(stored)
-        mapping = asyncio.to_thread(self._store.keep_mapped, stored)
+        mapping = asyncio.to_thread(self._store.keep_mapped, stored, download.base)
         self.tasks.create_task(mapping, name=f"{self._name}-map")
         del self._downloads[download.version]
         self._open_sources()
