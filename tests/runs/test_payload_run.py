@@ -64,14 +64,20 @@ def delete_segments(run):
     return found
 
 
+def lose(run):
+    """Delete the segments of replica 1 until tokens were lost with them; trajectories that have these."""
+    delete_segments(run)
+    return list(listing(run, Filters(reason=DropReason.TOKENS_LOST)))
+
+
 @pytest.mark.slow
 def test_what_lay_in_deleted_segments_is_dropped_by_name_and_its_prompts_are_issued_anew(tmp_path):
     with TrainProcess(tmp_path, *SLOW, config=CONFIG) as train:
         replica = pid_of(train, "replica-1")
         train.wait_until(lambda: delete_segments(train.run))
         os.kill(replica, signal.SIGKILL)  # readers may have had its segment open; the next one is new to them
+        train.wait_until(lambda: lose(train.run))
         train.end_with(0)
-    assert list(listing(train.run, Filters(reason=DropReason.TOKENS_LOST)))
     assert len((train.run / "metrics.jsonl").read_text().splitlines()) == 4, "all steps are made"
     assert {one.rule for one in verify(train.run)} <= {Rule.SPANS, Rule.ROWS}, "of trajectories that ended before"
     assert accounting(train.run).balanced
