@@ -124,11 +124,11 @@ class StalenessSteering:
         if len(self._rows) % self._control.window:
             return (), ""
         self._rise_at = max(MUCH, self._rise_at - MUCH / RETRY)
-        window, before = self._measure(), self._before_rise
-        is_first = len(self._rows) == self._control.window
-        if is_first and before is not None and _pays(before, window) and not _is_clear(before, window):
+        window, is_first = self._measure(), len(self._rows) == self._control.window
+        every = self._decide_every(window, bound=bound, publish_every=publish_every)
+        if every is None and is_first and bound > least and self._is_unclear(window):
             return (), ""
-        changes = list(self._decide(window, bound=bound, least=least, publish_every=publish_every))
+        changes = [every] if every is not None else list(self._decide_bound(window, bound=bound, least=least))
         self._rest = max(0, self._rest - 1)
         self._begin_window(max([bound, *(one.value for one in changes)]) if changes else 0)
         return changes, ""
@@ -162,12 +162,10 @@ class StalenessSteering:
             self._fresh = by_age[youngest]
         return min(1.0, by_age[oldest] / self._fresh) if oldest and self._fresh > 0 else 1.0
 
-    def _decide(self, window: Window, *, bound: int, least: int, publish_every: int) -> Iterator[Change]:
-        """Yield at most one change: of the steps between two versions, else of the bound."""
-        if (every := self._decide_every(window, bound=bound, publish_every=publish_every)) is not None:
-            yield every
-        elif BOUND not in self._held:
-            yield from self._decide_bound(window, bound=bound, least=least)
+    def _is_unclear(self, window: Window) -> bool:
+        """Whether a rise is on trial that would stay, if its gain were no chance."""
+        before, effective = self._before_rise, window.effective >= self._control.least_effective
+        return before is not None and effective and _pays(before, window) and not _is_clear(before, window)
 
     def _decide_every(self, window: Window, *, bound: int, publish_every: int) -> Change | None:
         """Return the change of the steps between two versions, None where they stay."""
@@ -181,6 +179,8 @@ class StalenessSteering:
 
     def _decide_bound(self, window: Window, *, bound: int, least: int) -> Iterator[Change]:
         """Yield at most one change of the bound, which ends the trial of a rise."""
+        if BOUND in self._held:
+            return
         before, self._before_rise = self._before_rise, None
         if bound > least and window.effective < self._control.least_effective:
             why = f"the oldest data has {window.effective:.0%} of the effective sample size of the youngest"
@@ -188,8 +188,8 @@ class StalenessSteering:
         elif bound > least and before is not None and not (_pays(before, window) and _is_clear(before, window)):
             self._rise_at = max(window.waits, before.waits) + MUCH
             why = (
-                f"the learner waits {window.waits:.0%} of the time, and {before.waits:.0%} before the bound rose,"
-                f" of which {math.hypot(before.noise, window.noise):.0%} may be chance"
+                f"the learner waits {window.waits:.0%} of the time, and {before.waits:.0%} before the bound rose;"
+                f" a difference of {math.hypot(before.noise, window.noise):.0%} may be chance"
             )
             yield Change(BOUND, bound - 1, why)
         elif bound < self._control.max and self._may_rise(window):
@@ -210,7 +210,7 @@ class StalenessSteering:
 
 
 def _pays(before: Window, after: Window) -> bool:
-    """Whether the learner works much more of the time after a rise."""
+    """Whether the learner works more of the time after a rise, by over `PAYS`."""
     return before.waits - after.waits > PAYS * (1 - before.waits)
 
 

@@ -195,7 +195,7 @@ class VersionStore:
     def keep_mapped(self, stored: StoredVersion, base: StoredVersion | None) -> None:
         """Map the files of a complete version, for the next one to overwrite. Call this in a thread.
 
-        The pages of its base are unmapped, so that they hold up nobody when the base is retired.
+        The pages of its base, if that is kept, are unmapped, so that they hold up nobody when it is retired later.
         """
         for pages in stored.pages:
             if not pages.is_deleted:
@@ -310,7 +310,7 @@ class VersionStore:
         """Delete a folder that `retire` returned, and replaced spares. In a thread: this frees about 10 GB/s."""
         if doomed is not None:
             shutil.rmtree(doomed, ignore_errors=True)  # `open` deletes the rest at the next start
-        self._files.sweep()
+        self._files.sweep()  # this frees files that are still open
         if doomed is not None:
             del self._deleting[doomed]
 

@@ -71,7 +71,7 @@ class NodeVersions:
         self._later: m.Announce | None = None  # the newest with `Decision.LATER`
         self._failed = -1  # the highest version that was given up
         self._num_failures = 0  # of that version
-        self._letting_go: asyncio.Task[None] | None = None
+        self._num_letting_go = 0  # tasks
         self._pause = 0  # reminders before the parent may announce it again: twice as many after each failure
 
     @property
@@ -157,19 +157,25 @@ class NodeVersions:
     def _handle_compared(self) -> None:
         """Answer pulls that waited for changes, and soon let go of the base."""
         self.subscribers.answer_waiting()
-        if self._letting_go is None or self._letting_go.done():
-            self._letting_go = self.tasks.create_task(self._let_go(), name=f"{self._name}-let-go")
+        self._num_letting_go += 1
+        self.tasks.create_task(self._let_go(), name=f"{self._name}-let-go")
 
     async def _let_go(self) -> None:
         """Unmap older versions when deltas and pulls have had a head start, and retire the surplus."""
-        await asyncio.sleep(HEAD_START_S)
-        for _, stored in sorted(self._store.complete.items())[:-1]:
-            await asyncio.to_thread(stored.release_pages)
+        try:
+            await asyncio.sleep(HEAD_START_S)
+            for _, stored in sorted(self._store.complete.items())[:-1]:
+                if stored not in self._encoder.bases:
+                    await asyncio.to_thread(stored.release_pages)
+        finally:
+            self._num_letting_go -= 1
         self.retire_surplus()
 
     def retire_surplus(self) -> None:
         """Retire complete versions that are not to be kept, pinned, wanted, or the base of a running delta."""
         self._stop_old_encoders()
+        if self._num_letting_go:
+            return  # a thread may unmap one of them; `_let_go` will call this again
         bases = {base.manifest.version for base in self._encoder.bases}
         arriving = (download.stored.base for download in self._downloads.values())
         bases |= {base for base in arriving if base is not None}

@@ -89,13 +89,22 @@ def test_what_is_retired_is_gone_at_once_and_may_come_again(tmp_path: Path) -> N
     assert not again.has_chunk(0, 0)
 
 
+def resident_bytes(path: Path) -> int:
+    """Bytes of a mapped file that this process has read."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    begins = [number for number, line in enumerate(lines) if line.endswith(str(path))]
+    return sum(1024 * int(lines[begin + 4].split()[1]) for begin in begins)
+
+
 def test_files_that_were_read_are_written_over(tmp_path: Path) -> None:
     version = write_version(tmp_path, 1, CHUNK)
     store = make_store(tmp_path)
     one = store.complete[1]
     inode = one.file_path(0).stat().st_ino
     before = bytes(one.chunk_data(0, 0))
+    assert resident_bytes(one.file_path(0)) >= CHUNK
     one.release_pages()
+    assert resident_bytes(one.file_path(0)) == 0
     assert one.chunk_data(0, 0) == before
     store.retire(one)
     assert store.begin(version.manifest).file_path(0).stat().st_ino == inode

@@ -65,7 +65,7 @@ def delete_segments(run):
 
 
 def lose(run):
-    """Delete the segments of replica 1 until tokens were lost with them; trajectories that have these."""
+    """Delete the segments of replica 1; the trajectories that have lost tokens by now."""
     delete_segments(run)
     return list(listing(run, Filters(reason=DropReason.TOKENS_LOST)))
 
