@@ -341,7 +341,6 @@ class StoredVersion:
         """Drop all deltas; from now on chunks are sent in full."""
         self.base = None
         self.deltas = {}  # a newer version may still use the old one
-        self._older = []
         self.unencoded.clear()
 
     def release_pages(self) -> None:
@@ -355,3 +354,4 @@ class StoredVersion:
         """Drop the deltas and mappings of a retired version; its folder stays."""
         self.forget_deltas()
         self._mapped.clear()
+        self._older = []

@@ -71,7 +71,7 @@ class NodeVersions:
         self._later: m.Announce | None = None  # the newest with `Decision.LATER`
         self._failed = -1  # the highest version that was given up
         self._num_failures = 0  # of that version
-        self._num_letting_go = 0  # tasks
+        self._num_letting_go = 0  # tasks of `_let_go`
         self._pause = 0  # reminders before the parent may announce it again: twice as many after each failure
 
     @property
