@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from laminar_py.relay.delta import apply as apply
     from laminar_py.relay.delta import encode as encode
     from laminar_py.relay.digests import chunk_checksum as chunk_checksum
-    from laminar_py.relay.lanes import Sealer as Sealer
+    from laminar_py.relay.frames import Sealer as Sealer
     from laminar_py.relay.mapped_file import allow_many_files as allow_many_files
     from laminar_py.relay.messages import CHECKSUM_BYTES as CHECKSUM_BYTES
     from laminar_py.relay.messages import ParentLost as ParentLost

@@ -12,7 +12,8 @@ from enum import Enum
 import laminar_py.relay.messages as m
 from laminar_py.relay.changes import ChangesFile
 from laminar_py.relay.delta import DeltaError, unpack
-from laminar_py.relay.digests import chunk_checksum, delta_proof
+from laminar_py.relay.digests import delta_proof
+from laminar_py.relay.frames import ChunkBody
 from laminar_py.relay.requests import PARENT, Requests
 from laminar_py.relay.stored_version import StoredVersion
 
@@ -85,13 +86,13 @@ class Download:
         Raises `NoRoomError`, and `BrokenVersionError` if the file system fails or after `_MAX_DAMAGED` damaged
         copies.
         """
-        return self.record(chunk, self.write(chunk, chunk.data, source), source)
+        return self.record(chunk, self.write(chunk, ChunkBody(chunk.data), source), source)
 
-    def write(self, chunk: m.Chunk, data: memoryview, source: str = PARENT) -> ChunkOutcome:
-        """Check a chunk in any thread, and write its bytes, or the changes that a delta makes.
+    def write(self, chunk: m.Chunk, body: ChunkBody, source: str = PARENT) -> ChunkOutcome:
+        """Check a chunk in any thread, and write its `body`, or the changes that the delta `chunk.data` makes.
 
-        `record` must follow on the event loop; a delta's bytes are kept there. Raises `NoRoomError`, and
-        `BrokenVersionError` if the file system fails.
+        `record` must follow on the event loop; a delta's bytes are kept there. Raises `NoRoomError`,
+        `BrokenVersionError` if the file system fails, and `LaneError`.
         """
         file, index, stored = chunk.file, chunk.index, self.stored
         if not self.requests.has_source(source):
@@ -100,11 +101,10 @@ class Download:
             if not claimed:
                 return ChunkOutcome.USELESS
             if chunk.base is not None:
-                return ChunkOutcome.WRITTEN if self._unpack(chunk, data) else ChunkOutcome.DAMAGED
-            if len(data) != stored.chunk_size(file, index) or chunk.checksum != chunk_checksum(data):
-                return ChunkOutcome.DAMAGED
-            stored.write_data(file, index, data)
-            return ChunkOutcome.WRITTEN
+                right = self._unpack(chunk, chunk.data)
+            else:
+                right = body.size == stored.chunk_size(file, index) and stored.write_chunk(chunk, body)
+            return ChunkOutcome.WRITTEN if right else ChunkOutcome.DAMAGED
 
     @contextmanager
     def _claim(self, file: int, index: int, is_due: Callable[[int, int], bool]) -> Iterator[bool]:

@@ -8,147 +8,31 @@ chunks on `ParentLanes`, `Uplink` receives them on `ChildLanes`. The states of a
     open      chunks from parent to child, each a header and a body that name what the chunk is
     broken    a lane ended, or a frame did not open: all lanes end, and the child asks for its chunks again
 
-Lanes are sealed with AES-256-GCM. A key serves one lane, one direction and one connection. The nonce is the number
-of the frame and does not travel, so a frame opens once and in its place only. A body is bound to its header.
-Without seals (`relay.seal: none`) the hello is the same, and checksums and digests prove the bytes.
+`relay/frames.py` seals chunks. Without seals (`relay.seal: none`) the hello is the same, and checksums and digests
+prove the bytes.
 """
 
 import asyncio
 import logging
 import secrets
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
-import msgspec
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-from laminar_py.records import codec
-from laminar_py.relay.messages import MAX_LANES, NO_DATA, Chunk, Lanes, Ticket
-from laminar_py.relay.sockets import read_record
+from laminar_py.relay.frames import TAG_BYTES, ChunkBody, LaneError, LaneReader, LaneWriter, Sealer
+from laminar_py.relay.messages import MAX_LANES, Chunk, Lanes, Ticket
 
 log = logging.getLogger(__name__)
 
-TAG_BYTES = 16
 _ID_BYTES = 16
 HELLO_BYTES = _ID_BYTES + TAG_BYTES
 HELLO = b"laminar lane 1"  # what a hello's tag is bound to, before the ticket's id
-HEADER_BYTES = 512  # the two lengths, the `Chunk` without its data as a record, and zeros
-LENGTHS = struct.Struct("!II")  # bytes of the record, and of the body without its tag
 HELLO_S = 2.0  # for a connection to say hello
 MAX_GREETED = 64  # connections that have not said hello; another one ends the oldest of them
 DEAD_PEER_S = 30.0  # a host that acknowledges nothing for so long is gone
 MAX_POSTED = 64  # chunks of a lane that wait for the event loop; deltas hold their bytes
-
-
-class LaneError(Exception):
-    """A lane carried bytes that its parent did not send at this place."""
-
-
-class Sealer:
-    """One key of a lane, for one direction; both ends count frames. `sealed=False` leaves bytes as they are."""
-
-    def __init__(self, key: bytes, *, sealed: bool = True) -> None:
-        self._cipher = AESGCM(key) if sealed else None
-        self._count = 0
-
-    @property
-    def tag_bytes(self) -> int:
-        """Bytes by which a frame is longer than its data."""
-        return 0 if self._cipher is None else TAG_BYTES
-
-    def close(self, data: bytes | memoryview, bound: bytes, frame: memoryview) -> None:
-        """Encrypt `data` into `frame`, [len(data) + tag_bytes], bound to its place and to the bytes `bound`."""
-        if self._cipher is None:
-            frame[:] = data
-        else:
-            self._cipher.encrypt_into(self._next_nonce(), data, bound, frame)
-
-    def open(self, frame: memoryview, bound: bytes, data: memoryview) -> None:
-        """Decrypt `frame` into `data`, [len(frame) - tag_bytes]. Raises `LaneError` if it belongs elsewhere."""
-        if self._cipher is None:
-            data[:] = frame
-            return
-        try:
-            self._cipher.decrypt_into(self._next_nonce(), frame, bound, data)
-        except InvalidTag:
-            raise LaneError("a frame does not open: it was changed, repeated or moved") from None
-
-    def _next_nonce(self) -> bytes:
-        self._count += 1
-        return self._count.to_bytes(12, "big")
-
-
-class ChunkBuffer:
-    """Memory that a lane uses for one chunk after the other."""
-
-    def __init__(self) -> None:
-        self._bytes = memoryview(bytearray())
-
-    def take(self, size: int) -> memoryview:
-        """[size] writable bytes; they replace the bytes taken before."""
-        if size > len(self._bytes):
-            self._bytes = memoryview(bytearray(size))
-        return self._bytes[:size]
-
-
-class LaneWriter:
-    """Sends chunks on a connected lane."""
-
-    def __init__(self, connection: socket.socket, seal: Sealer) -> None:
-        self._connection = connection
-        self._seal = seal
-        self._buffer = ChunkBuffer()
-
-    def send(self, chunk: Chunk) -> None:
-        """Send a chunk; wait until the kernel has it. Raises `OSError` if the lane is broken."""
-        size = len(chunk.data)
-        record = codec.encode(msgspec.structs.replace(chunk, data=NO_DATA))
-        header = (LENGTHS.pack(len(record), size) + record).ljust(HEADER_BYTES, b"\0")
-        assert len(header) == HEADER_BYTES, f"the record of a chunk has {len(record)} bytes"
-        if not self._seal.tag_bytes:
-            self._connection.sendall(header, socket.MSG_MORE)
-            self._connection.sendall(chunk.data)
-            return
-        head = HEADER_BYTES + TAG_BYTES
-        frame = self._buffer.take(head + size + TAG_BYTES)
-        self._seal.close(header, b"", frame[:head])
-        self._seal.close(chunk.data, header, frame[head:])
-        self._connection.sendall(frame)
-
-
-class LaneReader:
-    """Receives chunks; `fill` reads from the lane until a buffer is full."""
-
-    def __init__(self, fill: Callable[[memoryview], None], seal: Sealer, *, most_bytes: int) -> None:
-        self._fill = fill
-        self._seal = seal
-        self._most_bytes = most_bytes
-        self._frame, self._data = ChunkBuffer(), ChunkBuffer()
-
-    def receive(self) -> Chunk:
-        """Wait for the next chunk, whose data are good until the next call. Raises `LaneError`, `OSError`."""
-        head = self._frame.take(HEADER_BYTES + self._seal.tag_bytes)
-        self._fill(head)
-        header = memoryview(bytearray(HEADER_BYTES))
-        self._seal.open(head, b"", header)
-        record_bytes, size = LENGTHS.unpack_from(header)
-        if size > self._most_bytes:
-            raise LaneError(f"a chunk of {size} bytes, above the {self._most_bytes} of this node")
-        chunk = read_record(Chunk, header[LENGTHS.size :][:record_bytes], "a lane")
-        if chunk is None or chunk.data:
-            raise LaneError("a header without the record of a chunk")
-        body = self._frame.take(size + self._seal.tag_bytes)
-        self._fill(body)
-        data = body
-        if self._seal.tag_bytes:
-            data = self._data.take(size)
-            self._seal.open(body, bytes(header), data)
-        return msgspec.structs.replace(chunk, data=data)
 
 
 def make_hello(ticket: Ticket) -> bytes:
@@ -355,7 +239,7 @@ _NO_LANE = (
     " on all ports, or set relay.seal=curve"
 )
 # Takes a chunk in a lane's thread; returns the rest of the work, to be called on the event loop.
-ChunkTaker = Callable[[Chunk], Callable[[], object] | None]
+ChunkTaker = Callable[[Chunk, ChunkBody], Callable[[], object] | None]
 
 
 class ChildLanes:
@@ -441,7 +325,7 @@ class _OpenLanes:
             seal = Sealer(ticket.chunk_key, sealed=self._sealed)
             reader = LaneReader(lambda target: _fill(connection, target), seal, most_bytes=self._most_bytes)
             while not self.ended.is_set():
-                rest = self._take(reader.receive())
+                rest = self._take(*reader.receive())
                 if rest is not None:
                     self._permits.acquire()
                     _post(loop, partial(self._finish, rest))

@@ -43,6 +43,7 @@ from pathlib import Path
 import laminar_py.relay.messages as m
 from laminar_py.config.cluster import Seal, check_seal
 from laminar_py.relay.downlink import Downlink
+from laminar_py.relay.frames import ChunkBody
 from laminar_py.relay.lanes import ParentLanes
 from laminar_py.relay.messages import RelayKeys
 from laminar_py.relay.requests import MAX_WINDOW, window_of
@@ -308,9 +309,9 @@ class RelayNode:
                 self._versions.fail_version(version, message.reason)
         return True
 
-    def take_chunk(self, chunk: m.Chunk) -> Callable[[], None] | None:
+    def take_chunk(self, chunk: m.Chunk, body: ChunkBody) -> Callable[[], None] | None:
         """Write a chunk in a lane's thread; return the rest of the work, for the event loop."""
-        return self._versions.take_chunk(chunk)
+        return self._versions.take_chunk(chunk, body)
 
     @property
     def is_idle(self) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import laminar_py.relay.messages as m
+from laminar_py.relay.frames import ChunkBody
 from laminar_py.relay.uplink import Uplink, UplinkOwner
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Borrower(Protocol):
         """Store a chunk."""
         ...
 
-    def take_chunk(self, chunk: m.Chunk, source: str) -> Callable[[], None] | None:
+    def take_chunk(self, chunk: m.Chunk, body: ChunkBody, source: str) -> Callable[[], None] | None:
         """Write a chunk in a lane's thread; return the rest of the work, for the event loop."""
         ...
 
@@ -120,9 +121,9 @@ class _Source:
                 self._borrower.leave_source(self._endpoint, version)
         return True
 
-    def take_chunk(self, chunk: m.Chunk) -> Callable[[], None] | None:
+    def take_chunk(self, chunk: m.Chunk, body: ChunkBody) -> Callable[[], None] | None:
         """Write a chunk in a lane's thread."""
-        return self._borrower.take_chunk(chunk, self._endpoint)
+        return self._borrower.take_chunk(chunk, body, self._endpoint)
 
     def left_parent(self, old: str, new: str) -> None:
         """Leave the source, which does not answer."""

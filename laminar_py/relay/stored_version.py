@@ -20,6 +20,7 @@ import numpy as np
 from laminar_py.config.section import ConfigError
 from laminar_py.relay.delta import Buffer, DeltaError, Difference, apply, compare
 from laminar_py.relay.digests import chunk_checksum, digest_of
+from laminar_py.relay.frames import ChunkBody
 from laminar_py.relay.mapped_file import MappedFile
 from laminar_py.relay.messages import CHECKSUM_BYTES, Chunk, Manifest, Runs
 
@@ -214,10 +215,27 @@ class StoredVersion:
                 mapping = self._mapped[file] = mmap.mmap(source.fileno(), 0, prot=mmap.PROT_READ)
         return memoryview(mapping)[begin : begin + size]
 
-    def write_chunk(self, chunk: Chunk) -> None:
-        """Write a full, checked chunk and mark it present. Raises `NoRoomError`."""
-        self.write_data(chunk.file, chunk.index, chunk.data)
-        self.mark_present(chunk.file, chunk.index, chunk.checksum)
+    def write_chunk(self, chunk: Chunk, body: ChunkBody) -> bool:
+        """Write a missing chunk that came in full, in any thread; False if its checksum is wrong.
+
+        The bytes are opened into mapped pages, and proven there; `mark_present` must follow. Raises `NoRoomError`,
+        `LaneError`.
+        """
+        file, index, right = chunk.file, chunk.index, False
+        pages = self.pages[file].mapped_view(index * self.manifest.chunk_bytes, body.size)
+        if pages is None:
+            data = body.open()
+            right = chunk_checksum(data) == chunk.checksum
+            if right:
+                self.write_data(file, index, data)
+            return right
+        try:
+            body.open_into(pages)
+            right = chunk_checksum(pages) == chunk.checksum
+        finally:
+            if not right:
+                self._in_place.discard(file)  # no delta builds on these bytes
+        return right
 
     def write_data(self, file: int, index: int, data: memoryview) -> None:
         """Write the checked bytes of a chunk, in any thread. Raises `NoRoomError`."""

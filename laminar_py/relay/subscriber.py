@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import laminar_py.relay.messages as m
 from laminar_py.records.weights import PulledVersion, VersionLostError
+from laminar_py.relay.frames import ChunkBody
 from laminar_py.relay.messages import RelayKeys
 from laminar_py.relay.sockets import SocketFactory
 from laminar_py.relay.uplink import Uplink
@@ -143,7 +144,7 @@ class Subscriber:
         """True always: there is no other node to prefer."""
         return True
 
-    def take_chunk(self, chunk: m.Chunk) -> None:
+    def take_chunk(self, chunk: m.Chunk, body: ChunkBody) -> None:
         """Do nothing: a subscriber opens no lanes."""
 
     def left_parent(self, old: str, new: str) -> None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from laminar_py.relay.frames import ChunkBody
 from laminar_py.relay.lanes import ChildLanes
 from laminar_py.relay.messages import Chunk, Lanes, OpenLanes, ToChild, Upward
 from laminar_py.relay.sockets import CONTROL_BYTES, IPC, Connection, LinkState, SocketFactory, tcp_host
@@ -41,7 +42,7 @@ class UplinkOwner(Protocol):
         """Handle a record from the parent; False if the uplink must try the next parent."""
         ...
 
-    def take_chunk(self, chunk: Chunk) -> Callable[[], object] | None:
+    def take_chunk(self, chunk: Chunk, body: ChunkBody) -> Callable[[], object] | None:
         """Take a chunk in a lane's thread; return the rest of the work, for the event loop."""
         ...
 

@@ -192,17 +192,12 @@ class VersionStore:
         self.complete[arrived.manifest.version] = arrived
         self.ready.pop(arrived.manifest.version, None)
 
-    def keep_mapped(self, stored: StoredVersion, base: StoredVersion | None) -> None:
-        """Map the files of a complete version, for the next one to overwrite. Call this in a thread.
-
-        The pages of its base, if that is kept, are unmapped, so that they hold up nobody when it is retired later.
-        """
+    def keep_mapped(self, stored: StoredVersion) -> None:
+        """Map the files of a complete version, for the next one to overwrite. Call this in a thread."""
         for pages in stored.pages:
             if not pages.is_deleted:
                 pages.keep_mapped()
         self._files.sweep()
-        if base is not None:
-            base.release_pages()
 
     def close(self) -> None:
         """Close all files."""

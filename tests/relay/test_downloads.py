@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from laminar_py.relay.delta import Difference
 from laminar_py.relay.digests import delta_proof
 from laminar_py.relay.downloads import BrokenVersionError, ChunkOutcome, Decision, Download, decide
+from laminar_py.relay.frames import ChunkBody, LaneError, Sealer
 from laminar_py.relay.mapped_file import MappedFile
 from laminar_py.relay.messages import (
     Announce,
@@ -42,10 +44,12 @@ from tests.relay.tree import (
     Learner,
     below_hand,
     make_node,
+    put_chunk,
     receive,
     running,
     subscriber,
     tensors,
+    until,
     write_version,
 )
 
@@ -252,10 +256,11 @@ async def test_a_root_that_encodes_too_slowly_keeps_no_more_versions(
                 await asyncio.to_thread(learner.publisher.publish, version, weights[version % 2])
                 while (await receive(child, Announce)).manifest.version != version:
                     pass
-            there = sorted(path.name for path in (tmp_path / "relay-0").glob("v*[0-9]"))
+            await until(
+                lambda: sorted(path.name for path in (tmp_path / "relay-0").glob("v*[0-9]")) == ["v7", "v8"]
+            )
         finally:
             going.set()
-    assert there == ["v7", "v8"]
 
 
 WINDOW = 4  # what a version of such large chunks gets
@@ -381,7 +386,7 @@ def test_chunks_of_a_source_that_was_left_change_nothing(tmp_path: Path) -> None
     for index in range(18):
         download.accept(origin.read_chunk(0, index))
     wrong, late = forged.read_chunk(0, 18), forged.read_chunk(0, 19)
-    written = download.write(late, late.data, "thief")  # as in a lane's thread
+    written = download.write(late, ChunkBody(late.data), "thief")  # as in a lane's thread
     assert download.accept(origin.read_chunk(0, 18), "other") is ChunkOutcome.WRITTEN
     download.requests.drop("thief")
     assert download.record(late, written, "thief") is ChunkOutcome.USELESS
@@ -421,8 +426,36 @@ def test_a_chunk_whose_write_failed_may_come_again(
     with monkeypatch.context() as patched:
         patched.setattr(MappedFile, "write", fail)
         with pytest.raises(error, match="version 1"):
-            download.write(chunk, chunk.data)
+            download.write(chunk, ChunkBody(chunk.data))
     assert download.accept(chunk) is ChunkOutcome.WRITTEN
+
+
+@pytest.mark.parametrize("tampered", [False, True])
+def test_no_delta_builds_on_bytes_that_were_opened_into_pages_and_are_wrong(
+    tmp_path: Path, tampered: bool
+) -> None:
+    """A lane opens bytes into the pages of a version before it can prove them."""
+    base = write_version(tmp_path / "origin", 1, 2 * CHUNK)
+    store = VersionStore(tmp_path / "store", keep_versions=1)
+    store.open()
+    arriving = store.begin(base.manifest)
+    arriving.pages[0].keep_mapped()
+    arriving.build_on(1, [], {0})
+    arriving.keep_delta(msgspec.structs.replace(base.read_chunk(0, 1), **nothing_changed(base, 1)))
+    assert arriving.is_in_place(0, 1)
+    chunk, forged = base.read_chunk(0, 0), os.urandom(CHUNK)
+    lane = Sealer(key := os.urandom(32))
+    frame = memoryview(bytearray(CHUNK + lane.tag_bytes))
+    Sealer(key).close(forged, b"", frame)
+    frame[0] ^= tampered
+    body = ChunkBody(frame, lane)
+    with pytest.raises(LaneError) if tampered else nullcontext():
+        assert not arriving.write_chunk(chunk, body)
+    assert arriving.is_missing(0, 0)
+    assert not arriving.is_in_place(0, 1)
+    put_chunk(arriving, chunk)
+    assert arriving.rebuild(base, 0, 1)
+    assert arriving.file_path(0).read_bytes() == base.file_path(0).read_bytes()
 
 
 def test_after_a_restart_only_missing_chunks_are_asked_for(tmp_path: Path) -> None:
@@ -445,17 +478,19 @@ def test_lanes_and_rebuilding_threads_never_write_the_same_chunk(tmp_path: Path)
     full = [msgspec.structs.replace(base.read_chunk(0, index), version=2) for index in range(3)]
     deltas = [msgspec.structs.replace(chunk, **nothing_changed(base, 1)) for chunk in full]
 
-    assert download.write(full[0], full[0].data) is ChunkOutcome.WRITTEN  # as in a lane's thread
+    assert download.write(full[0], ChunkBody(full[0].data)) is ChunkOutcome.WRITTEN  # as in a lane's thread
     assert download.accept(deltas[0]) is ChunkOutcome.USELESS
-    assert download.write(full[0], full[0].data) is ChunkOutcome.USELESS
+    assert download.write(full[0], ChunkBody(full[0].data)) is ChunkOutcome.USELESS
     download.record(full[0], ChunkOutcome.WRITTEN)
 
     assert download.accept(deltas[1]) is ChunkOutcome.WRITTEN
-    assert download.write(full[1], full[1].data) is ChunkOutcome.USELESS
+    assert download.write(full[1], ChunkBody(full[1].data)) is ChunkOutcome.USELESS
     assert download.rebuild(0, 1)
     assert download.rebuild(0, 1) is None
     stored.forget_file(0)
-    assert download.write(full[1], full[1].data) is ChunkOutcome.USELESS, "a thread may still write the chunk"
+    assert download.write(full[1], ChunkBody(full[1].data)) is ChunkOutcome.USELESS, (
+        "a thread may still write the chunk"
+    )
     assert download.rebuilt(0, 1, right=True) is None
     assert not stored.has_chunk(0, 1), "the file was forgotten meanwhile"
     assert download.accept(full[1]) is ChunkOutcome.WRITTEN
@@ -463,7 +498,7 @@ def test_lanes_and_rebuilding_threads_never_write_the_same_chunk(tmp_path: Path)
     assert download.accept(deltas[2]) is ChunkOutcome.WRITTEN
     download.stop()
     assert download.rebuild(0, 2) is None
-    assert download.write(full[0], full[0].data) is ChunkOutcome.USELESS
+    assert download.write(full[0], ChunkBody(full[0].data)) is ChunkOutcome.USELESS
     assert stored.file_path(0).read_bytes()[: 2 * CHUNK] == base.file_path(0).read_bytes()[: 2 * CHUNK]
 
 

@@ -19,7 +19,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from laminar_py.config import ConfigError
 from laminar_py.config.cluster import RelayConfig, Seal
-from laminar_py.relay.lanes import MAX_GREETED, LaneError, LaneReader, ParentLanes, Sealer, make_hello
+from laminar_py.relay.frames import LaneError, LaneReader, Sealer
+from laminar_py.relay.lanes import MAX_GREETED, ParentLanes, make_hello
 from laminar_py.relay.mapped_file import MappedFile
 from laminar_py.relay.messages import (
     Announce,
@@ -47,6 +48,7 @@ from tests.relay.tree import (
     make_node,
     receive,
     running,
+    until,
     write_version,
 )
 
@@ -319,6 +321,7 @@ async def test_a_lane_whose_write_fails_gives_the_version_up(
     events = Events()
     async with growing(tmp_path, chain(2), emit=events), Learner(tmp_path) as learner:
         async with asyncio.timeout(20.0):
+            await until(lambda: "lane-out" in {thread.name for thread in threading.enumerate()})
             await learner.publish(1)
             failed = await events.first(VersionFailed, node="relay-1", version=1)
             assert ("Input/output" if number == errno.EIO else "relay.shm=") in failed.reason
@@ -431,7 +434,7 @@ def test_a_hundred_thousand_damaged_chunks_open_nothing() -> None:
             target[:], left = left[: len(target)], left[len(target) :]
 
         with pytest.raises((LaneError, ConnectionResetError)):
-            LaneReader(fill, Sealer(key), most_bytes=CHUNK).receive()
+            LaneReader(fill, Sealer(key), most_bytes=CHUNK).receive()[1].open()
 
 
 async def test_a_hundred_thousand_forged_hellos_open_no_lane() -> None:

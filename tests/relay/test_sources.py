@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.config.cluster import Seal
-from laminar_py.relay.lanes import LaneWriter
+from laminar_py.relay.frames import LaneWriter
 from laminar_py.relay.messages import (
     Announce,
     AskHeld,
@@ -45,6 +45,7 @@ from tests.relay.tree import (
     Events,
     folder_bytes,
     make_node,
+    put_chunk,
     read_checksums,
     receive,
     running,
@@ -334,7 +335,7 @@ def test_sources_send_every_chunk_and_few_of_them_twice(data: st.DataObject) -> 
                     queues[source].append(chunk)
                     assert fetch.first_chunk == chunk[1]
                     continue
-                arriving.write_chunk(origin.read_chunk(*chunk))
+                put_chunk(arriving, origin.read_chunk(*chunk))
                 requests.arrived(chunk)
         assert sum(num_asked.values()) <= sum(counts) + num_lost + 4 * MIN_WINDOW * 2
 
@@ -356,7 +357,7 @@ def test_a_silent_source_is_left_and_the_parent_is_asked_again(tmp_path: Path) -
     while waiting:
         order += waiting
         for index in waiting:
-            arriving.write_chunk(origin.read_chunk(0, index))
+            put_chunk(arriving, origin.read_chunk(0, index))
             requests.arrived((0, index))
         fetches = requests.fill()
         assert {source for source, _ in fetches} <= {PARENT}

@@ -12,7 +12,7 @@ from laminar_py.relay.digests import version_digest
 from laminar_py.relay.messages import Manifest
 from laminar_py.relay.stored_version import StoredVersion
 from laminar_py.relay.version_store import SPARE, VersionStore
-from tests.relay.tree import CHUNK, digest, write_version
+from tests.relay.tree import CHUNK, digest, put_chunk, write_version
 
 
 def make_store(path: Path, keep_versions: int = 2) -> VersionStore:
@@ -34,7 +34,7 @@ def test_folders_are_private(tmp_path: Path) -> None:
     version = write_version(tmp_path / "origin", 1, CHUNK)
     store = make_store(tmp_path / "run" / "store")
     arriving = store.begin(version.manifest)
-    arriving.write_chunk(version.read_chunk(0, 0))
+    put_chunk(arriving, version.read_chunk(0, 0))
     store.commit(arriving)
     for folder in (tmp_path / "run", tmp_path / "run" / "store", tmp_path / "run" / "store" / "v1"):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -46,7 +46,7 @@ def test_a_version_has_its_name_only_after_commit(tmp_path: Path) -> None:
     arriving = store.begin(version.manifest)
     for index in (1, 0):
         assert list(arriving.missing_chunks()) == [(0, number) for number in range(index + 1)]
-        arriving.write_chunk(version.read_chunk(0, index))
+        put_chunk(arriving, version.read_chunk(0, index))
         assert not (tmp_path / "store" / "v1").exists()
     assert arriving.is_whole
     store.commit(arriving)
@@ -136,7 +136,7 @@ def test_a_checksum_travels_with_its_chunk(tmp_path: Path) -> None:
     version = write_version(tmp_path / "origin", 1, CHUNK)
     arriving = make_store(tmp_path / "store").begin(version.manifest)
     chunk = version.read_chunk(0, 0)
-    arriving.write_chunk(chunk)
+    put_chunk(arriving, chunk)
     arriving.file_path(0).write_bytes(os.urandom(CHUNK))  # the disk forgets
     assert arriving.read_chunk(0, 0).checksum == chunk.checksum
     assert digest(arriving.file_path(0)) != version.manifest.files[0].digest
@@ -156,7 +156,7 @@ def test_room_that_an_abandoned_version_gives_back_counts_with_all_its_pages(tmp
     full = write_version(tmp_path / "origin", 1, 40 * CHUNK)
     arriving = make_store(tmp_path / "store").begin(full.manifest)
     for index in range(40):
-        arriving.write_chunk(full.read_chunk(0, index))
+        put_chunk(arriving, full.read_chunk(0, index))
     arriving.forget_file(0)
     assert arriving.allocated_bytes >= 40 * CHUNK
     assert not arriving.has_chunk(0, 0)

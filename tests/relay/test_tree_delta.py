@@ -29,6 +29,7 @@ from tests.relay.tree import (
     receive,
     running,
     tensors,
+    until,
     write_version,
 )
 
@@ -165,6 +166,7 @@ async def test_a_bit_that_flips_in_reused_pages_costs_one_chunk(tmp_path: Path) 
             await publish(learner, version, weights := changed(weights, every=100, start=version))
             (event,) = await complete(events, 2, version)
             if version == 5:
+                await until((tmp_path / "relay-1" / SPARE).exists)
                 (spare,) = (tmp_path / "relay-1" / SPARE).glob("*.safetensors")
                 with spare.open("r+b") as pages:
                     pages.seek(200_001)
@@ -185,6 +187,7 @@ async def test_a_reused_file_that_somebody_reads_is_left_to_him(
     ):
         for version in range(1, 7):
             if version == 6:
+                await until((tmp_path / "relay-1" / SPARE).exists)
                 (spare,) = (tmp_path / "relay-1" / SPARE).glob("*.safetensors")
                 reader = spare.open("rb")
                 before = reader.read()

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from laminar_py.records.weights import AT, TO, UNUSED, Published
 from laminar_py.relay.digests import chunk_checksum, digest_of, version_digest
+from laminar_py.relay.frames import ChunkBody
 from laminar_py.relay.messages import Attach, Chunk, Downward, Fetch, FileEntry, Manifest, RelayEvent
 from laminar_py.relay.node import RelayNode
 from laminar_py.relay.publisher import Publisher
@@ -65,6 +66,19 @@ class Events:
                     return event
             self._more.clear()
             await self._more.wait()
+
+
+def put_chunk(arriving: StoredVersion, chunk: Chunk) -> None:
+    """Write a full chunk, which was checked, into an arriving version."""
+    assert arriving.write_chunk(chunk, ChunkBody(chunk.data))
+    arriving.mark_present(chunk.file, chunk.index, chunk.checksum)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what a node does soon."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 (a folder or a file)
+            await asyncio.sleep(0.002)
 
 
 @asynccontextmanager
