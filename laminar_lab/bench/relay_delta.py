@@ -3,10 +3,11 @@
 A learner, a root, its child and the child's subscriber are processes. One element in a hundred of a bf16 model
 moves by one unit in the last place from version to version, and the subscriber pulls each version with the one
 before as base. The clock of `delta_to_ready_over_bytes` starts when the root has made the last delta of a version
-and ends when the subscriber knows the change file. Earlier deltas have travelled by then, so the row tells how
-far the way from node to node lags behind the comparison at the root; the rows from the publish hold all of it. The
-plain copies move as many bytes as all deltas have. `delta_proven_GBps` is the pace at which a node makes a version
-of its deltas and proves each chunk, from its changes to its folder.
+and ends when the subscriber knows the change file; that of `delta_to_served_over_bytes` ends before its pull, when
+the child has told it of the version. Earlier deltas have travelled by then, so both rows tell how far the way from
+node to node lags behind the comparison at the root; the rows from the publish hold all of it. The plain copies
+move as many bytes as all deltas have. `delta_proven_GBps` is the pace at which a node makes a version of its
+deltas and proves each chunk, from its changes to its folder.
 """
 
 import asyncio
@@ -31,6 +32,7 @@ from laminar_py.relay import Publisher, RelayNode, Subscriber
 
 DELTA_ROWS = (
     "delta_to_ready_over_bytes",
+    "delta_to_served_over_bytes",
     "delta_to_ready_over_memcpy",
     "publish_to_ready_over_bytes",
     "publish_to_ready_s",
@@ -46,7 +48,7 @@ COPIES = 5  # of the deltas' bytes; the median counts
 def rows(*, shm: Path = SHARED_MEMORY, repeats: int = 7, num_bytes: int = MODEL_BYTES) -> list[Row]:
     """Measure without CURVE, medians over `repeats` versions; all files lie in `shm`."""
     found: dict[str, list[float]] = {
-        name: [] for name in ("delta", "publish", "whole", "proven", "socket", "memcpy", "bytes")
+        name: [] for name in ("delta", "served", "publish", "whole", "proven", "socket", "memcpy", "bytes")
     }
     with workplace(shm) as folder, followed(folder, num_bytes) as versions, plain_copy(num_bytes) as copy:
         for turn, times in enumerate(versions):
@@ -62,19 +64,21 @@ def rows(*, shm: Path = SHARED_MEMORY, repeats: int = 7, num_bytes: int = MODEL_
     conditions = (
         f"{num_bytes / 1e9:g} GB bf16, 1 in {SPARSITY} elements moves, {median(found['bytes']) / 1e6:.1f} MB of"
         f" deltas, chunks of {CHUNK_BYTES / 2**20:g} MiB, TCP, CURVE off; until a subscriber of the child has the"
-        f" changes: from the last delta {milliseconds['delta']} ms, from the call of publish"
-        f" {spread(found['publish'], '.2f')} s; until the child has proven the version, from the call of publish"
-        f" {spread(found['whole'], '.2f')} s; plain copies of the deltas' bytes: from process to process by TCP"
-        f" {milliseconds['socket']} ms, in memory {milliseconds['memcpy']} ms; {load_now()}"
+        f" changes: from the last delta {milliseconds['delta']} ms ({milliseconds['served']} until it knows of the"
+        f" version), from the call of publish {spread(found['publish'], '.2f')} s; until the child has proven the"
+        f" version, from the call of publish {spread(found['whole'], '.2f')} s; plain copies of the deltas' bytes:"
+        f" from process to process by TCP {milliseconds['socket']} ms, in memory {milliseconds['memcpy']} ms;"
+        f" {load_now()}"
     )
     return [
         Ratio.between(found["delta"], found["socket"]).row(DELTA_ROWS[0], conditions),
-        Ratio.between(found["delta"], found["memcpy"]).row(DELTA_ROWS[1], conditions),
-        Ratio.between(found["publish"], found["socket"]).row(DELTA_ROWS[2], conditions),
-        Row(DELTA_ROWS[3], median(found["publish"]), "s", conditions),
-        Row(DELTA_ROWS[4], median(found["whole"]), "s", conditions),
+        Ratio.between(found["served"], found["socket"]).row(DELTA_ROWS[1], conditions),
+        Ratio.between(found["delta"], found["memcpy"]).row(DELTA_ROWS[2], conditions),
+        Ratio.between(found["publish"], found["socket"]).row(DELTA_ROWS[3], conditions),
+        Row(DELTA_ROWS[4], median(found["publish"]), "s", conditions),
+        Row(DELTA_ROWS[5], median(found["whole"]), "s", conditions),
         Row(
-            DELTA_ROWS[5],
+            DELTA_ROWS[6],
             median(found["proven"]),
             "GB/s",
             f"{spread(found['proven'], '.2f')}, {os.cpu_count()} cores; {conditions}",
@@ -102,7 +106,7 @@ def followed(folder: Path, num_bytes: int) -> Iterator[Iterator[dict[str, float]
                     step(tensor)
                 began = time.monotonic()
                 publisher.publish(version, [(f"layer.{i}", tensor) for i, tensor in enumerate(tensors)])
-                ready, whole, num_files = receive(child)
+                served, ready, whole, num_files = receive(child)
                 if version <= WARM_VERSIONS // 2:  # the first has no deltas, the second perhaps no change file
                     yield {}
                     continue
@@ -112,6 +116,7 @@ def followed(folder: Path, num_bytes: int) -> Iterator[Iterator[dict[str, float]
                 assert num_files == 1, f"version {version} came with {num_files} change files"
                 yield {
                     "delta": ready - made,
+                    "served": served - made,
                     "publish": ready - began,
                     "whole": whole - began,
                     "proven": num_bytes / (whole - ready) / 1e9,
@@ -160,7 +165,7 @@ def _root(pipe: Connection, *, store: Path) -> None:
 def _child(pipe: Connection, *, store: Path, parent: str) -> None:
     """Run the root's child and its subscriber.
 
-    Sends for each version when the subscriber had its changes, when it had the folder, and the number of files.
+    Sends for each version when the subscriber knew it, had its changes, had its folder, and the number of files.
     """
 
     async def run() -> None:
@@ -172,14 +177,15 @@ def _child(pipe: Connection, *, store: Path, parent: str) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(node.run())
             tasks.create_task(subscriber.run())
-            served = -1
+            base = -1
             while True:
-                version = await subscriber.wait_newer(served)
-                pulled = await subscriber.pull(version, base=served)
+                version = await subscriber.wait_newer(base)
+                served = time.monotonic()
+                pulled = await subscriber.pull(version, base=base)
                 ready = time.monotonic()
                 await subscriber.pull(version)
-                pipe.send((ready, time.monotonic(), len(pulled.changes)))
-                served = version
+                pipe.send((served, ready, time.monotonic(), len(pulled.changes)))
+                base = version
 
     asyncio.run(run())
 
