@@ -47,6 +47,8 @@ DELTA_SHARE = 0.0082  # of a version's bytes, after a step at a learning rate of
 ENCODE_BYTES_PER_S = 12.8e9  # of a version, at the root, on eight threads
 PROVE_BYTES_PER_S = 2.2e9  # of a version that one thread of a node makes of deltas and proves, on our host
 PUBLISH_BYTES_PER_S = 20e9  # of a version, that the learner's GPU is copied out of while the learner waits
+# Bytes of memory that AdamW and the norm of gradients read and write for a parameter: 16 ms of a step on an H100
+OPTIMIZER_BYTES = 34
 LOAD_BYTES_PER_S = 4.2e9  # of a GPU's share of a version that SGLang 0.5.15 reads from a mapped file
 # Medians of simulations (experiments/plan): the share of the draining loss that repacking and later responses
 # recover, with 1, 2, 3, 4 and more replicas, by the shares of a step that a replica admits, and by p99 over p50 of
@@ -60,7 +62,6 @@ RECOVERED = np.array(
 )  # [depth, tail, replicas]
 # Assumptions
 LEARNER_MFU = 0.4  # RL systems show 0.1 to 0.45 end to end
-OPTIMIZER_S = 2.0  # AdamW on sharded states, gradient norm, collectives
 PUBLISH_S = 0.5  # until the hosts of a simulation have a version, where neither config nor profile says it
 RESERVE_TOKENS = 600  # that an engine keeps free for the growth of a request
 
@@ -117,7 +118,8 @@ def learner_times(shape: ModelShape, gpu: Gpu, *, mfu: float = LEARNER_MFU, adap
     """Compute the times of one learner GPU from the data sheet, at `mfu`.
 
     A parameter and token take 6 FLOPs, and 4 where the weights are frozen beneath adapters. `adapters` counts the
-    parameters of these. A publish copies the version out of one GPU.
+    parameters of these. The optimizer's states and the version that is published lie on one GPU; where several
+    share them, a step and a publish are shorter.
     """
     return LearnerTimes(
         train_tokens_per_s=mfu * gpu.bf16_flops / ((4.0 if adapters else 6.0) * shape.active),
@@ -125,7 +127,7 @@ def learner_times(shape: ModelShape, gpu: Gpu, *, mfu: float = LEARNER_MFU, adap
         num_active=shape.active,
         hidden_size=shape.hidden_size,
         num_layers=shape.num_hidden_layers,
-        optimizer_s=OPTIMIZER_S,
+        optimizer_s=OPTIMIZER_BYTES * (adapters or shape.total) / gpu.hbm_bytes_per_s,
         publish_s=version_bytes(adapters or shape.total) / PUBLISH_BYTES_PER_S,
         adapters=adapters,
     )

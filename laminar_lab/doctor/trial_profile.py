@@ -16,10 +16,10 @@ from laminar_lab.model_shape import ModelShape
 from laminar_lab.plan.known_models import shape_at
 from laminar_lab.step_time import (
     LOAD_BYTES_PER_S,
-    OPTIMIZER_S,
     PUBLISH_BYTES_PER_S,
     RESERVE_TOKENS,
     engine_times,
+    learner_times,
 )
 from laminar_py.config import ConfigError, RunConfig
 from laminar_py.records.host import counted
@@ -155,10 +155,12 @@ class _Fields:
     def _learner(self) -> Iterator[ProfileField]:
         how = f"learner step, {counted(self._config.learner.world_size, 'rank')}{self._by('FLOPs')}"
         yield ProfileField("learner.train_tokens_per_s", self._trained_per_s, self._basis, how)
-        if self._is_whole or not self._found.gpu:
+        gpu = gpu_of_device(self._found.gpu)
+        if self._is_whole or gpu is None:
             yield ProfileField("learner.optimizer_s", 0.0, self._basis, "part of train_tokens_per_s")
         else:
-            yield ProfileField("learner.optimizer_s", OPTIMIZER_S, Basis.ASSUMED, "few layers hardly show it")
+            optimizer_s = learner_times(self._shape, gpu).optimizer_s
+            yield ProfileField("learner.optimizer_s", optimizer_s, Basis.ASSUMED, f"data sheet of {gpu.name}")
         yield self._moved("learner.publish_s", "publish", self._num_bytes, PUBLISH_BYTES_PER_S)
 
     def _by(self, unit: str = "") -> str:
