@@ -159,7 +159,9 @@ class _Fields:
         if self._is_whole or gpu is None:
             yield ProfileField("learner.optimizer_s", 0.0, self._basis, "part of train_tokens_per_s")
         else:
-            optimizer_s = learner_times(self._shape, gpu).optimizer_s
+            lora = self._config.learner.lora
+            adapters = 0 if lora is None else self._shape.adapters(lora)
+            optimizer_s = learner_times(self._shape, gpu, adapters=adapters).optimizer_s
             yield ProfileField("learner.optimizer_s", optimizer_s, Basis.ASSUMED, f"data sheet of {gpu.name}")
         yield self._moved("learner.publish_s", "publish", self._num_bytes, PUBLISH_BYTES_PER_S)
 

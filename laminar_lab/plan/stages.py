@@ -143,7 +143,8 @@ def estimate(request: PlanRequest, placement: FleetPlacement) -> PlacementEstima
         else:
             generation_s, generated = _generate_async(request, placement, rates, cycle)
             weights_s, moved = _load_between_batches(request, placement, rates, cycle)
-        freshness_s, aged = _freshness(request, rates, cycle, learner_s=learner_s)
+        is_shared = placement.shared > 0
+        freshness_s, aged = _freshness(request, rates, cycle, learner_s=learner_s, is_shared=is_shared)
     else:
         generation_s, generated = _generate_batch(request, placement, rates)
         weights_s, moved = _wait_for_weights(
@@ -320,7 +321,7 @@ def _train_step(request: PlanRequest, placement: FleetPlacement, times: LearnerT
     return seconds, (
         Formula(
             name="learner",
-            text=f"{times.optimizer_s:.1f} s + publish {times.publish_s:.2f} s + {size.tokens / 1e6:.2f}M tokens x"
+            text=f"{times.optimizer_s:.2f} s + publish {times.publish_s:.2f} s + {size.tokens / 1e6:.2f}M tokens x"
             f" {token_cost(times, size):.2f} (attention) in {batches:,.0f} microbatches on {ranks} GPUs{groups} x"
             f" {times.train_tokens_per_s:,.0f} tokens/s; collectives of {traffic.round_s:.2f} s a microbatch and"
             f" {traffic.copies_s:.2f} s an update, which computation hides as far as it lasts",
@@ -392,11 +393,13 @@ def _on_the_way_s(request: PlanRequest, rates: ReplicaRates) -> float:
     return request.publish_s + rates.times.load_s
 
 
-def _freshness(request: PlanRequest, rates: ReplicaRates, cycle: ReplicaCycle, *, learner_s: float) -> _Stage:
+def _freshness(
+    request: PlanRequest, rates: ReplicaRates, cycle: ReplicaCycle, *, learner_s: float, is_shared: bool
+) -> _Stage:
     """Return the shortest step in which the admitted groups end.
 
     A group counts from its issue to the end of its learner step, so it waits for a slot, decodes until its longest
-    response ends, is scored and trained.
+    response ends, is scored and trained. On shared GPUs, where it may be, it stands still in each learner's turn.
     """
     bound = request.max_staleness
     if bound is None:
@@ -409,5 +412,9 @@ def _freshness(request: PlanRequest, rates: ReplicaRates, cycle: ReplicaCycle, *
         f"a group waits {waiting_s:.0f} s, decodes {decode_s:.0f} s, is scored {request.reward_s:g} s and trained"
         f" {learner_s:.0f} s; {bound} + 1 steps of groups may be under way"
     )
+    if is_shared:
+        text += ", and stand still while the learner computes"
     seconds = (waiting_s + decode_s + request.reward_s + learner_s) / (bound + 1)
+    if is_shared:
+        seconds += learner_s
     return seconds, (Formula(name="freshness", text=text, result=f"{seconds:.1f} s"),)

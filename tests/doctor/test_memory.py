@@ -359,9 +359,9 @@ def test_shipped_configs_fit_gpus_of_80_gb(name, tmp_path):
             ["learner.shard_ranks=null", "learner.world_size=3"],
         ),
         (
-            ["rollout.kv_capacity=2000000"],
-            r"rollout.kv_capacity=2000000: a GPU of the engine .* and cache may take 68\.0; set it to 920000",
-            ["rollout.kv_capacity=920000"],
+            ["rollout.kv_capacity=2500000"],
+            r"rollout.kv_capacity=2500000: a GPU of the engine .* and cache may take 68\.0; set it to 2106000",
+            ["rollout.kv_capacity=2106000"],
         ),
     ],
 )
@@ -383,7 +383,7 @@ def test_ranks_that_share_a_microbatch_hold_the_second_model_too(second, tmp_pat
     ("setting", "line"),
     [
         (
-            "rollout.kv_capacity=915000",
+            "rollout.kv_capacity=2095000",
             "a GPU of the engine holds 79.7 of 80.0 GB by formula, which leaves less than 2%; lower rollout.kv_c",
         ),
         (

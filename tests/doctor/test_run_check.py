@@ -16,7 +16,7 @@ from laminar_py.runtime.preflight.node_checks import place_parts
 from tests.doctor.test_memory import QWEN_7B, shipped
 from tests.runs.runs import REPO
 
-TWO = ("learner.world_size=2", "rollout.replicas=6")  # the learner needs 80.9 GB
+TWO = ("learner.world_size=2", "rollout.replicas=3")  # the learner needs 80.9 GB
 
 
 def reported(monkeypatch, module, **sizes):
@@ -51,7 +51,7 @@ async def test_only_gpus_that_a_run_uses_are_asked_for_their_memory(tmp_path, mo
 
 
 async def test_the_learner_is_not_refused_for_the_gpus_of_engines(tmp_path, monkeypatch, caplog):
-    config = shipped("7b_8gpu", tmp_path, "learner.world_size=2", "rollout.replicas=8")
+    config = shipped("7b_8gpu", tmp_path, "learner.world_size=2", "rollout.replicas=5")
     asked = reported(monkeypatch, node_checks, a=141, b=80)
     await place_parts(config)
     assert (asked, caplog.text) == (["a", "b"], "")

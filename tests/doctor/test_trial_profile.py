@@ -53,7 +53,8 @@ def by_name(fields):
 
 def test_times_of_few_layers_grow_with_bytes_and_flops_and_say_so():
     profile, fields = profile_of(recipe(), self_test())
-    assert profile.engine.load_s == pytest.approx(2 * WHOLE.total / 2e9)
+    assert profile.engine.load_s == pytest.approx(2 * WHOLE.total / 2e9 / 2), "each of two GPUs loads half"
+    assert profile.learner.optimizer_s == pytest.approx(34 * WHOLE.total / 3.35e12)
     assert profile.learner.publish_s == pytest.approx(2 * WHOLE.total / 10e9)
     assert profile.learner.train_tokens_per_s == pytest.approx(160_000 / 4 * FEW.active / WHOLE.active)
     assert (profile.learner.num_parameters, profile.learner.num_layers) == (WHOLE.total, 28)
@@ -77,7 +78,7 @@ def test_times_of_the_whole_model_are_measured():
 
 def test_a_version_of_few_bytes_says_nothing_about_loads():
     profile, fields = profile_of(recipe(), self_test(num_bytes=10**6))
-    assert profile.engine.load_s == pytest.approx(10**6 * WHOLE.total / FEW.total / LOAD_BYTES_PER_S)
+    assert profile.engine.load_s == pytest.approx(10**6 * WHOLE.total / FEW.total / LOAD_BYTES_PER_S / 2)
     found = by_name(fields)
     assert found["engine.load_s"].basis is Basis.ASSUMED
     assert found["learner.publish_s"].how == "GPU to host: the trial's version is too small"
