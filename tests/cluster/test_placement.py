@@ -512,8 +512,8 @@ async def test_gpus_that_this_run_holds_do_not_count_as_lost_when_the_plan_is_ma
         ("math_long_cot/32b_64gpu", (8,) * 8, 36, 28),
         ("math_long_cot/32b_128k_64gpu", (8,) * 8, 16, 48),
         ("code_long_cot/7b_8gpu", (8,), 4, 4),
-        ("lora/7b_4gpu", (4,), 2, 2),
-        ("lora/32b_8gpu", (8,), 4, 4),
+        ("lora/7b_4gpu", (4,), 4, 0),  # its replica is on GPUs of the learner
+        ("lora/32b_8gpu", (8,), 8, 0),
         ("mixture_30b_a3b/32gpu", (8,) * 4, 12, 20),
     ],
 )

@@ -180,7 +180,7 @@ def test_a_config_for_a_small_model_on_8_gpus_passes_doctor(dtype, here):
 
 
 def test_the_learner_of_a_small_model_gets_no_gpu_that_gains_nothing(here):
-    """32 responses a step: by formula 2 learner GPUs are as fast as 7, within 1 %."""
+    """32 responses a step: by formula 3 learner GPUs are 2 % faster than 2, and 7 much slower."""
     (here / "smol").mkdir()
     (here / "smol/config.json").write_text(json.dumps(SMOL | {"dtype": "float32"}))
     (here / "grpo.yaml").write_text(
@@ -190,7 +190,7 @@ def test_the_learner_of_a_small_model_gets_no_gpu_that_gains_nothing(here):
     options = ("--from", "trl", here / "grpo.yaml", "--model", here / "smol", "--on", "1x8xH100")
     _, config = config_of(here, *options, *TASK)
     assert (config.rollout.prompts_per_step, config.rollout.group_size) == (4, 8)
-    assert (config.learner.world_size, config.rollout.replicas) == (2, 6)
+    assert (config.learner.world_size, config.rollout.replicas) == (3, 5)
 
 
 def test_settings_that_people_change_are_options(here):

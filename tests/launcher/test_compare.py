@@ -171,7 +171,7 @@ def test_a_run_that_never_rises_above_the_others_start_has_no_common_level():
             ["rollout.engine.learner_devices=4", "rollout.replicas=3"],
             (7, "emulated GPU"),
         ),
-        ("experiments/math_long_cot/7b_8gpu", ["rollout.replicas=5", "learner.world_size=3"], (8, "GPU")),
+        ("experiments/math_long_cot/7b_8gpu", ["rollout.replicas=1", "learner.world_size=6"], (8, "GPU")),
     ],
 )
 def test_devices_are_those_of_replicas_and_learner(config, settings, expected):

@@ -63,7 +63,7 @@ def test_a_server_on_gpus_of_its_own_is_as_ever(config_of, monkeypatch):
 
 @pytest.mark.parametrize("change", ["cluster.lease.cache=keep", "rollout.engine.device=cpu"])
 def test_without_a_released_cache_a_server_that_shares_saves_no_memory(config_of, change):
-    command, _ = server(config_of(*SHARING, change))
+    command, _ = server(config_of(*SHARING, "rollout.engine.tensor_parallel=1", change))
     assert "--enable-memory-saver" not in command
     assert "--watchdog-timeout" in command
 
