@@ -39,7 +39,7 @@ JOIN_S = 10.6e-6  # more for each layer that is spread over GPUs
 EXPOSED_SHARE = 0.5  # of a sequence's FLOPs in decode; reading the weights hides the rest
 PREFILL_MFU = 0.7
 LINK_SHARE = 2 / 3  # of NVLink's peak, in an all-reduce
-# Rates measured on an H100 and its host with 1.5B parameters (docs/performance.md)
+# Rates measured with 1.5B parameters on an H100, or where it says so an H200, and its host (docs/performance.md)
 RELAY_BYTES_PER_S = 1.2e9  # of a version, as a delta, until another process has verified it
 SEALED_BYTES_PER_S = 1.7e9  # of a link with one sealed lane, one core at each end
 CURVE_BYTES_PER_S = 0.53e9  # of a link without lanes
@@ -47,8 +47,8 @@ DELTA_SHARE = 0.0082  # of a version's bytes, after a step at a learning rate of
 ENCODE_BYTES_PER_S = 12.8e9  # of a version, at the root, on eight threads
 PROVE_BYTES_PER_S = 2.2e9  # of a version that one thread of a node makes of deltas and proves, on our host
 PUBLISH_BYTES_PER_S = 20e9  # of a version, that the learner's GPU is copied out of while the learner waits
-# Bytes of memory that AdamW and the norm of gradients read and write for a parameter: 16 ms of a step on an H100
-OPTIMIZER_BYTES = 34
+# Effective bytes of AdamW and the norm of gradients a parameter, at the memory's peak: 16 ms for 1.5B on an H200
+OPTIMIZER_BYTES = 50
 LOAD_BYTES_PER_S = 4.2e9  # of a GPU's share of a version that SGLang 0.5.15 reads from a mapped file
 # Medians of simulations (experiments/plan): the share of the draining loss that repacking and later responses
 # recover, with 1, 2, 3, 4 and more replicas, by the shares of a step that a replica admits, and by p99 over p50 of
@@ -118,8 +118,8 @@ def learner_times(shape: ModelShape, gpu: Gpu, *, mfu: float = LEARNER_MFU, adap
     """Compute the times of one learner GPU from the data sheet, at `mfu`.
 
     A parameter and token take 6 FLOPs, and 4 where the weights are frozen beneath adapters. `adapters` counts the
-    parameters of these. The optimizer's states and the version that is published lie on one GPU; where several
-    share them, a step and a publish are shorter.
+    parameters of these. Optimizer and publish take their times as if one GPU held everything, an upper bound for
+    several ranks.
     """
     return LearnerTimes(
         train_tokens_per_s=mfu * gpu.bf16_flops / ((4.0 if adapters else 6.0) * shape.active),

@@ -97,6 +97,8 @@ def ignored(config: RunConfig) -> str:
     found = []
     if recompute is not Recompute.NONE:
         found.append(f"learner.recompute={recompute} (its work is part of the assumed MFU of {LEARNER_MFU:g})")
+    if config.learner.offload:
+        found.append("learner.offload (AdamW runs on the host)")
     if algorithm.reference_in_own_process:
         found.append("algorithm.reference_pass=stage (its GPU is assumed to keep up)")
     if algorithm.teacher is not None:

@@ -399,7 +399,7 @@ def _freshness(
     """Return the shortest step in which the admitted groups end.
 
     A group counts from its issue to the end of its learner step, so it waits for a slot, decodes until its longest
-    response ends, is scored and trained. On shared GPUs, where it may be, it stands still in each learner's turn.
+    response ends, is scored and trained. A group on shared GPUs also stands still in each learner's turn.
     """
     bound = request.max_staleness
     if bound is None:
@@ -412,9 +412,7 @@ def _freshness(
         f"a group waits {waiting_s:.0f} s, decodes {decode_s:.0f} s, is scored {request.reward_s:g} s and trained"
         f" {learner_s:.0f} s; {bound} + 1 steps of groups may be under way"
     )
-    if is_shared:
-        text += ", and stand still while the learner computes"
     seconds = (waiting_s + decode_s + request.reward_s + learner_s) / (bound + 1)
     if is_shared:
-        seconds += learner_s
+        text, seconds = f"{text}, and stand still while the learner computes", seconds + learner_s
     return seconds, (Formula(name="freshness", text=text, result=f"{seconds:.1f} s"),)

@@ -101,7 +101,7 @@ class Download:
             if not claimed:
                 return ChunkOutcome.USELESS
             if chunk.base is not None:
-                right = self._unpack(chunk, chunk.data)
+                right = self._unpack(chunk)
             else:
                 right = body.size == stored.chunk_size(file, index) and stored.write_chunk(chunk, body)
             return ChunkOutcome.WRITTEN if right else ChunkOutcome.DAMAGED
@@ -171,9 +171,9 @@ class Download:
         self.requests.arrived((file, index))
         return outcome
 
-    def _unpack(self, chunk: m.Chunk, payload: memoryview) -> bool:
+    def _unpack(self, chunk: m.Chunk) -> bool:
         """Check a delta, and add it to the changes; False if it is damaged, of another base or too long."""
-        base, stored, changes = self.base, self.stored, self.changes
+        base, stored, changes, payload = self.base, self.stored, self.changes, chunk.data
         if base is None or chunk.base != stored.base or len(payload) >= stored.chunk_size(chunk.file, chunk.index):
             return False  # no honest delta is so long, and it stays in memory
         if chunk.proof != delta_proof(base.manifest.digest, payload):

@@ -1,26 +1,15 @@
-"""The frames of a lane, which carry chunks: a header and a body, sealed with AES-256-GCM.
+"""Sealed frames, in which chunks cross a lane: a header and a body each, by AES-256-GCM.
 
 A key serves one lane, one direction and one connection. The nonce is the number of the frame and does not travel,
-so a frame opens once and in its place only. A body is bound to its header, which names the chunk. `LaneReader`
-opens headers; `StoredVersion` opens bodies, into the pages of the version where these are mapped.
+so a frame opens once and in its place only. A body is bound to its header, which names the chunk. `StoredVersion`
+opens the bodies of full chunks, into the pages of the version where these are mapped.
 """
 
-import socket
-import struct
-from collections.abc import Callable
-
-import msgspec
 import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from laminar_py.records import codec
-from laminar_py.relay.messages import NO_DATA, Chunk
-from laminar_py.relay.sockets import read_record
-
 TAG_BYTES = 16
-HEADER_BYTES = 512  # the two lengths, the `Chunk` without its data as a record, and zeros
-LENGTHS = struct.Struct("!II")  # bytes of the record, and of the body without its tag
 
 
 class LaneError(Exception):
@@ -79,31 +68,6 @@ class ChunkBuffer:
         return self._bytes[:size]
 
 
-class LaneWriter:
-    """Sends chunks on a connected lane."""
-
-    def __init__(self, connection: socket.socket, seal: Sealer) -> None:
-        self._connection = connection
-        self._seal = seal
-        self._buffer = ChunkBuffer()
-
-    def send(self, chunk: Chunk) -> None:
-        """Send a chunk; wait until the kernel has it. Raises `OSError` if the lane is broken."""
-        size = len(chunk.data)
-        record = codec.encode(msgspec.structs.replace(chunk, data=NO_DATA))
-        header = (LENGTHS.pack(len(record), size) + record).ljust(HEADER_BYTES, b"\0")
-        assert len(header) == HEADER_BYTES, f"the record of a chunk has {len(record)} bytes"
-        if not self._seal.tag_bytes:
-            self._connection.sendall(header, socket.MSG_MORE)
-            self._connection.sendall(chunk.data)
-            return
-        head = HEADER_BYTES + TAG_BYTES
-        frame = self._buffer.take(head + size + TAG_BYTES)
-        self._seal.close(header, b"", frame[:head])
-        self._seal.close(chunk.data, header, frame[head:])
-        self._connection.sendall(frame)
-
-
 class ChunkBody:
     """The bytes of a chunk that came on a lane, still sealed: open them once, before the lane's next frame.
 
@@ -139,37 +103,7 @@ class ChunkBody:
         self._is_open = True
         self._seal.open(self._frame, self._bound, target)
 
-    def finish(self) -> None:
+    def prove_unopened(self) -> None:
         """Prove a frame that nobody opened. Raises `LaneError`."""
         if not self._is_open:
             self.open()
-
-
-class LaneReader:
-    """Receives chunks; `fill` reads from the lane until a buffer is full."""
-
-    def __init__(self, fill: Callable[[memoryview], None], seal: Sealer, *, most_bytes: int) -> None:
-        self._fill = fill
-        self._seal = seal
-        self._most_bytes = most_bytes
-        self._frame = ChunkBuffer()
-        self._opened = ChunkBuffer()  # used only by bodies that have no other place
-        self._last = ChunkBody(NO_DATA)
-
-    def receive(self) -> tuple[Chunk, ChunkBody]:
-        """Wait for the next chunk; its body is good until the next call. Raises `LaneError`, `OSError`."""
-        self._last.finish()
-        head = self._frame.take(HEADER_BYTES + self._seal.tag_bytes)
-        self._fill(head)
-        header = memoryview(bytearray(HEADER_BYTES))
-        self._seal.open(head, b"", header)
-        record_bytes, size = LENGTHS.unpack_from(header)
-        if size > self._most_bytes:
-            raise LaneError(f"a chunk of {size} bytes, above the {self._most_bytes} of this node")
-        chunk = read_record(Chunk, header[LENGTHS.size :][:record_bytes], "a lane")
-        if chunk is None or chunk.data:
-            raise LaneError("a header without the record of a chunk")
-        frame = self._frame.take(size + self._seal.tag_bytes)
-        self._fill(frame)
-        self._last = ChunkBody(frame, self._seal, bytes(header), buffer=self._opened)
-        return chunk, self._last

@@ -8,31 +8,93 @@ chunks on `ParentLanes`, `Uplink` receives them on `ChildLanes`. The states of a
     open      chunks from parent to child, each a header and a body that name what the chunk is
     broken    a lane ended, or a frame did not open: all lanes end, and the child asks for its chunks again
 
-`relay/frames.py` seals chunks. Without seals (`relay.seal: none`) the hello is the same, and checksums and digests
-prove the bytes.
+`relay/frames.py` seals chunks and hellos. Without seals (`relay.seal: none`) the hello is the same, and checksums
+and digests prove the bytes.
 """
 
 import asyncio
 import logging
 import secrets
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
-from laminar_py.relay.frames import TAG_BYTES, ChunkBody, LaneError, LaneReader, LaneWriter, Sealer
-from laminar_py.relay.messages import MAX_LANES, Chunk, Lanes, Ticket
+import msgspec
+
+from laminar_py.records import codec
+from laminar_py.relay.frames import TAG_BYTES, ChunkBody, ChunkBuffer, LaneError, Sealer
+from laminar_py.relay.messages import MAX_LANES, NO_DATA, Chunk, Lanes, Ticket
+from laminar_py.relay.sockets import read_record
 
 log = logging.getLogger(__name__)
 
 _ID_BYTES = 16
 HELLO_BYTES = _ID_BYTES + TAG_BYTES
 HELLO = b"laminar lane 1"  # what a hello's tag is bound to, before the ticket's id
+HEADER_BYTES = 512  # the two lengths, the `Chunk` without its data as a record, and zeros
+LENGTHS = struct.Struct("!II")  # bytes of the record, and of the body without its tag
 HELLO_S = 2.0  # for a connection to say hello
 MAX_GREETED = 64  # connections that have not said hello; another one ends the oldest of them
 DEAD_PEER_S = 30.0  # a host that acknowledges nothing for so long is gone
 MAX_POSTED = 64  # chunks of a lane that wait for the event loop; deltas hold their bytes
+
+
+class LaneWriter:
+    """Sends chunks on a connected lane."""
+
+    def __init__(self, connection: socket.socket, seal: Sealer) -> None:
+        self._connection = connection
+        self._seal = seal
+        self._buffer = ChunkBuffer()
+
+    def send(self, chunk: Chunk) -> None:
+        """Send a chunk; wait until the kernel has it. Raises `OSError` if the lane is broken."""
+        size = len(chunk.data)
+        record = codec.encode(msgspec.structs.replace(chunk, data=NO_DATA))
+        header = (LENGTHS.pack(len(record), size) + record).ljust(HEADER_BYTES, b"\0")
+        assert len(header) == HEADER_BYTES, f"the record of a chunk has {len(record)} bytes"
+        if not self._seal.tag_bytes:
+            self._connection.sendall(header, socket.MSG_MORE)
+            self._connection.sendall(chunk.data)
+            return
+        head = HEADER_BYTES + TAG_BYTES
+        frame = self._buffer.take(head + size + TAG_BYTES)
+        self._seal.close(header, b"", frame[:head])
+        self._seal.close(chunk.data, header, frame[head:])
+        self._connection.sendall(frame)
+
+
+class LaneReader:
+    """Receives chunks; `fill` reads from the lane until a buffer is full."""
+
+    def __init__(self, fill: Callable[[memoryview], None], seal: Sealer, *, most_bytes: int) -> None:
+        self._fill = fill
+        self._seal = seal
+        self._most_bytes = most_bytes
+        self._frame = ChunkBuffer()
+        self._opened = ChunkBuffer()  # used only by bodies that have no other place
+        self._last = ChunkBody(NO_DATA)
+
+    def receive(self) -> tuple[Chunk, ChunkBody]:
+        """Wait for the next chunk; its body is good until the next call. Raises `LaneError`, `OSError`."""
+        self._last.prove_unopened()
+        head = self._frame.take(HEADER_BYTES + self._seal.tag_bytes)
+        self._fill(head)
+        header = memoryview(bytearray(HEADER_BYTES))
+        self._seal.open(head, b"", header)
+        record_bytes, size = LENGTHS.unpack_from(header)
+        if size > self._most_bytes:
+            raise LaneError(f"a chunk of {size} bytes, above the {self._most_bytes} of this node")
+        chunk = read_record(Chunk, header[LENGTHS.size :][:record_bytes], "a lane")
+        if chunk is None or chunk.data:
+            raise LaneError("a header without the record of a chunk")
+        frame = self._frame.take(size + self._seal.tag_bytes)
+        self._fill(frame)
+        self._last = ChunkBody(frame, self._seal, bytes(header), buffer=self._opened)
+        return chunk, self._last
 
 
 def make_hello(ticket: Ticket) -> bytes:

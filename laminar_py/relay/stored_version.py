@@ -90,7 +90,9 @@ class StoredVersion:
         self.base: int | None = None  # version that `deltas` build on
         self.deltas: dict[tuple[int, int], ChunkDelta] = {}  # by chunk
         self._older: list[dict[tuple[int, int], ChunkDelta]] = []  # deltas from the files' old content to the base
-        self._in_place: set[int] = set()  # mapped files with that old content, but for chunks that came in full
+        self._in_place: set[int] = (
+            set()
+        )  # mapped files with that old content, but for chunks that came in full and right
         self.unencoded: set[tuple[int, int]] = set()  # chunks whose deltas the root still makes
 
     @classmethod
@@ -218,20 +220,21 @@ class StoredVersion:
     def write_chunk(self, chunk: Chunk, body: ChunkBody) -> bool:
         """Write a missing chunk that came in full, in any thread; False if its checksum is wrong.
 
-        The bytes are opened into mapped pages, and proven there; `mark_present` must follow. Raises `NoRoomError`,
-        `LaneError`.
+        The bytes are opened into mapped pages, else into a buffer, and proven there; `mark_present` must follow.
+        Raises `NoRoomError`, `LaneError`.
         """
-        file, index, right = chunk.file, chunk.index, False
-        pages = self.pages[file].mapped_view(index * self.manifest.chunk_bytes, body.size)
-        if pages is None:
+        file, index = chunk.file, chunk.index
+        target = self.pages[file].mapped_view(index * self.manifest.chunk_bytes, body.size)
+        if target is None:
             data = body.open()
             right = chunk_checksum(data) == chunk.checksum
             if right:
                 self.write_data(file, index, data)
             return right
+        right = False
         try:
-            body.open_into(pages)
-            right = chunk_checksum(pages) == chunk.checksum
+            body.open_into(target)
+            right = chunk_checksum(target) == chunk.checksum
         finally:
             if not right:
                 self._in_place.discard(file)  # no delta builds on these bytes

@@ -28,7 +28,8 @@ from laminar_py.relay.version_store import VersionStore
 log = logging.getLogger(__name__)
 
 MAX_DOUBLINGS = 10  # of the pause before a failed version is tried again: an hour and a half
-HEAD_START_S = 0.005  # of the last deltas and the pulls of changes, before work that takes cores and memory
+# Of deltas, requests for chunks and pulls of changes, before work that takes cores and memory
+HEAD_START_S = 0.005
 
 
 class NodeVersions:
@@ -73,6 +74,7 @@ class NodeVersions:
         self._failed = -1  # the highest version that was given up
         self._num_failures = 0  # of that version
         self._retiring = False  # while `_retire_surplus` runs
+        self._unmapping: StoredVersion | None = None  # whose pages a thread releases
         self._pause = 0  # reminders before the parent may announce it again: twice as many after each failure
 
     @property
@@ -179,11 +181,19 @@ class NodeVersions:
         try:
             await asyncio.sleep(HEAD_START_S)
             while surplus := self._surplus:
-                await asyncio.to_thread(surplus[0].release_pages)
+                await asyncio.to_thread(self._unmap, surplus[0])
                 if surplus[0] in self._surplus:
                     self._retire(surplus[0])
         finally:
             self._retiring = False
+
+    def _unmap(self, stored: StoredVersion) -> None:
+        """Release the pages of a version, in a thread."""
+        self._unmapping = stored
+        try:
+            stored.release_pages()
+        finally:
+            self._unmapping = None
 
     def _retire(self, stored: StoredVersion) -> None:
         self._encoder.stop(stored)
@@ -369,8 +379,9 @@ class NodeVersions:
         """
         manifest = announce.manifest
         self._check_manifest(manifest)
-        for surplus in self._surplus:
-            self._retire(surplus)  # now: the version may need its room
+        for old in self._surplus:
+            if old is not self._unmapping:  # files that a thread still maps are not written over
+                self._retire(old)  # now: the version may need its room
         overtaken = []
         if manifest.version > self.newest:  # the newest version wins
             overtaken = [item.stored for item in self._downloads.values() if not self._is_wanted(item.version)]

@@ -23,7 +23,7 @@ from tests.runs.runs import REPO
 
 MORE_GPUS = ("rollout.replicas", "rollout.engine.learner_devices")
 RECIPES = sorted(path for path in REPO.glob("experiments/*/*gpu.yaml"))
-SEPARATE = [path for path in RECIPES if path.parent.name != "one_gpu"]
+ON_SEVERAL = [path for path in RECIPES if path.parent.name != "one_gpu"]
 
 
 LENGTHS = {"32b_128k_64gpu": {"p50": 12_000, "p99": 90_000}}  # tokens of the longest recipe's responses
@@ -39,7 +39,7 @@ def pretended(path, *overrides, p50=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", SEPARATE, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize("recipe", ON_SEVERAL, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_nothing_is_advised_to_a_recipe_on_its_own_gpus(tmp_path, recipe, monkeypatch):
     monkeypatch.chdir(REPO)
     config, profile = pretended(recipe, "steps=24", f"runs={tmp_path}")
@@ -50,6 +50,7 @@ def test_nothing_is_advised_to_a_recipe_on_its_own_gpus(tmp_path, recipe, monkey
     gains = {one.key: gain for one, gain in advice.gains if one.key not in MORE_GPUS}
     assert {key: gain for key, gain in gains.items() if gain >= WORTH} == {}
     lines = dict(describe_diagnosis(report.diagnosis))
+    # shared replicas wait for the learner's turns, not for the bound
     assert config.cluster.share or "is neither too tight nor too loose" in lines["staleness"]
 
 
@@ -67,11 +68,10 @@ def test_adapters_train_faster_and_travel_as_their_own_bytes(monkeypatch):
     monkeypatch.chdir(REPO)
     recipe = REPO / "experiments/math_long_cot/7b_8gpu.yaml"
     config, profile = pretended(recipe, "learner.lora={rank: 32}")
-    whole, whole_profile = pretended(recipe)
+    _, whole_profile = pretended(recipe)
     assert profile.learner.train_tokens_per_s == pytest.approx(1.5 * whole_profile.learner.train_tokens_per_s)
     assert profile.learner.optimizer_s < 0.02 * whole_profile.learner.optimizer_s
     assert config.rollout.engine.learner_devices == 4
-    assert config.rollout.replicas == whole.rollout.replicas
 
 
 def test_a_kl_term_and_several_updates_take_time_and_the_rest_is_named(monkeypatch):

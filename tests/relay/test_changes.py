@@ -294,7 +294,7 @@ async def test_an_engine_that_is_behind_gets_all_files_since_its_version_or_the_
         assert [Path(path).name for path in pulled.changes] == [f"changes-{n}.safetensors" for n in (4, 5)]
         await serve_changes(tmp_path / "relay-1", pulled, served, 3)
         assert same(served, read_tensors(tmp_path / "relay-1" / "v5"))
-        await until(lambda: "changes-2.safetensors" not in changes_in(tmp_path))  # 1 is retired, and 2 soon
+        await until(lambda: "changes-2.safetensors" not in changes_in(tmp_path))
         assert not (await replica.pull(base=1)).changes
 
 

@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from laminar_py.config import ConfigError
 from laminar_py.config.cluster import RelayConfig, Seal
-from laminar_py.relay.frames import LaneError, LaneReader, Sealer
-from laminar_py.relay.lanes import MAX_GREETED, ParentLanes, make_hello
+from laminar_py.relay.frames import LaneError, Sealer
+from laminar_py.relay.lanes import MAX_GREETED, LaneReader, ParentLanes, make_hello
 from laminar_py.relay.mapped_file import MappedFile
 from laminar_py.relay.messages import (
     Announce,
@@ -435,6 +435,27 @@ def test_a_hundred_thousand_damaged_chunks_open_nothing() -> None:
 
         with pytest.raises((LaneError, ConnectionResetError)):
             LaneReader(fill, Sealer(key), most_bytes=CHUNK).receive()[1].open()
+
+
+@pytest.mark.parametrize("tampered", [False, True])
+def test_a_body_that_nobody_opened_is_proven_before_the_next_frame(tampered: bool) -> None:
+    key = secrets.token_bytes(32)
+    chunks = [Chunk(version=1, file=0, index=i, checksum=bytes(32), data=memoryview(b"abc%d" % i)) for i in (0, 1)]
+    sent = bytearray(b"".join(frames(key, chunks)))
+    sent[len(frames(key, chunks)[0])] ^= tampered
+    left = memoryview(sent)
+
+    def fill(target: memoryview) -> None:
+        nonlocal left
+        target[:], left = left[: len(target)], left[len(target) :]
+
+    reader = LaneReader(fill, Sealer(key), most_bytes=CHUNK)
+    reader.receive()
+    if tampered:
+        with pytest.raises(LaneError):
+            reader.receive()
+    else:
+        assert bytes(reader.receive()[1].open()) == b"abc1"
 
 
 async def test_a_hundred_thousand_forged_hellos_open_no_lane() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_py.config.cluster import Seal
-from laminar_py.relay.frames import LaneWriter
+from laminar_py.relay.lanes import LaneWriter
 from laminar_py.relay.messages import (
     Announce,
     AskHeld,

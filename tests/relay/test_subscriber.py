@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from laminar_py.relay.messages import (
     VersionComplete,
     Want,
 )
+from laminar_py.relay.stored_version import StoredVersion
 from laminar_py.relay.subscriber import RelayError, Subscriber
 from tests.relay.tree import (
     CHUNK,
@@ -88,6 +90,33 @@ async def test_a_hold_survives_the_crash_of_node_and_subscriber(tmp_path: Path) 
     ):
         assert (await revived.pull(1)).version == 1
     assert versions_in(tmp_path / "relay-0") == ["v1", "v3"]
+
+
+async def test_a_version_that_is_pulled_while_a_thread_unmaps_it_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, going = threading.Event(), threading.Event()
+
+    def wait(stored: StoredVersion) -> None:
+        begun.set()
+        going.wait(20.0)
+
+    monkeypatch.setattr(StoredVersion, "release_pages", wait)
+    for version in (1, 2):
+        write_version(tmp_path / "relay-0", version, CHUNK)
+    async with (
+        running(root := make_node(tmp_path, "relay-0", keep_versions=1)),
+        running(replica := subscriber(root, "replica")),
+    ):
+        try:
+            await until(begun.is_set)
+            assert (await replica.pull(1)).version == 1
+        finally:
+            going.set()
+        await asyncio.sleep(0.1)
+        assert versions_in(tmp_path / "relay-0") == ["v1", "v2"]
+        assert (await replica.pull(2)).version == 2  # the pin moves, so 1 may go
+        await until(lambda: "v1" not in versions_in(tmp_path / "relay-0"))
 
 
 async def test_a_version_that_no_ancestor_has_is_lost(tmp_path: Path) -> None:

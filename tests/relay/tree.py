@@ -75,7 +75,7 @@ def put_chunk(arriving: StoredVersion, chunk: Chunk) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what a node does soon."""
+    """Wait until `condition` holds."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 (a folder or a file)
             await asyncio.sleep(0.002)
