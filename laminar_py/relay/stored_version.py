@@ -90,9 +90,8 @@ class StoredVersion:
         self.base: int | None = None  # version that `deltas` build on
         self.deltas: dict[tuple[int, int], ChunkDelta] = {}  # by chunk
         self._older: list[dict[tuple[int, int], ChunkDelta]] = []  # deltas from the files' old content to the base
-        self._in_place: set[int] = (
-            set()
-        )  # mapped files with that old content, but for chunks that came in full and right
+        # Mapped files with that old content, but for chunks that came in full and right
+        self._in_place: set[int] = set()
         self.unencoded: set[tuple[int, int]] = set()  # chunks whose deltas the root still makes
 
     @classmethod
