@@ -86,6 +86,13 @@ def test_half_of_the_replicas_wait_for_the_learner_where_half_are_shared():
     assert (estimate(request, whole).waiting_share, estimate(request, half).waiting_share) == (1.0, 0.5)
 
 
+def test_groups_on_shared_gpus_also_stand_still_in_each_turn_of_the_learner():
+    request = make_request(nodes=1)
+    shared = next(one for one in shared_of(request) if one.shared == one.replicas)
+    own, found = (estimate(request, one) for one in (replace(shared, shared=0), shared))
+    assert found.freshness_s == pytest.approx(own.freshness_s + found.times.learner_s)
+
+
 def test_several_steps_share_a_turn_that_costs_more_than_the_policy_allows():
     (one,) = shared_of(one_gpu())
     fresh, stale = (estimate(one_gpu(max_staleness=bound), one).times.weights_s for bound in (2, 5))
